@@ -1,1 +1,1 @@
-"""What a router computes: scores, the choice of experts, dense maps and indices."""
+"""MoE routing: scores, top-k choice of experts, and conversion between dense maps and indices."""

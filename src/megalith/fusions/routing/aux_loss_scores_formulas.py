@@ -1,4 +1,4 @@
-"""Formulas of ``aux_loss_scores``, whose head states them; T tokens, E experts."""
+"""Implements the formulas stated in ``aux_loss_scores``; T tokens, E experts."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ __all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference
 
 
 def reference(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
-    """scores, then the map."""
+    """Returns the scores and the map."""
     x = logits.to(wide(logits.dtype))
     chosen = torch.zeros_like(x, dtype=torch.bool).scatter_(1, largest(x.detach(), topk), True)
     if score == "softmax":
@@ -35,13 +35,13 @@ def _gradient_of(dscores: Tensor, logits: Tensor, score: str) -> Tensor:
 
 
 def outputs(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
-    """Memory for scores [T, E] and routing_map [T, E]."""
+    """Allocates scores [T, E] and routing_map [T, E]."""
     scores = fresh_like(logits, wide(logits.dtype))
     return scores, torch.empty_like(scores, dtype=torch.bool)
 
 
 def gradients(dscores: Tensor, logits: Tensor, score: str) -> tuple[Tensor]:
-    """Memory for dlogits [T, E]."""
+    """Allocates dlogits [T, E]."""
     return (fresh_like(logits),)
 
 

@@ -1,15 +1,15 @@
-"""What a router chose, from top-k indices to a dense map over experts and back.
+"""Converts a router's choices from top-k indices to a dense map over experts, and back.
 
     multihot[t, e] = indices[t, k] == e for some k
     probs[t, e]    = sum of probs_indices[t, k] over the k with indices[t, k] == e
-    back: indices[t] lists the experts of multihot[t] in rising order, then -1
+    back: indices[t] lists the experts of multihot[t] in ascending order, then -1
 
-An index below 0, or of E and more, is of no expert here (of another rank, or dropped): it is skipped, and its gradient
-is zero. Where a row names an expert twice the weights add up, and both slots get the whole gradient of the sum.
+An index outside [0, E) does not refer to an expert here (it is on another rank, or dropped): it is skipped, and its
+gradient is zero. If a row contains an expert twice, the weights are summed, and both slots get the gradient of the sum.
 
-T tokens, E experts, K experts per token. Each conversion is the other's gradient, so backward keeps the indices alone
-(8TK bytes, or 4TK for int32), where a map from columns to slots would take 4TE.
-Floor: forward 8TK + eTK bytes read and (1 + e)TE written, with probabilities of e bytes; backward 8TK + 2eTK.
+T tokens, E experts, K experts per token. Each conversion is the other's gradient, so only the indices are saved for
+backward (8TK bytes, or 4TK for int32), while a map from columns to slots would take 4TE.
+Lower bound: forward 8TK + eTK bytes read and (1 + e)TE written, with probabilities of e bytes; backward 8TK + 2eTK.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,20 +45,20 @@ __all__ = [
 def fused_indices_to_multihot(
     indices: Tensor, probs_indices: Tensor, num_of_local_experts: int, *, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Which experts each token goes to, and with what weight, as rows over all experts.
+    """Returns which experts each token is routed to, and with what weight, as rows over all experts.
 
     Args:
-        indices: [T, K], int32 or int64; what is not in [0, E) is skipped.
-        probs_indices: [T, K], floating: the weight of each.
+        indices: [T, K], int32 or int64; values outside [0, E) are skipped.
+        probs_indices: [T, K], floating point: the weight of each index.
         num_of_local_experts: E.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         multihot [T, E], bool, and probs [T, E] in the dtype of ``probs_indices``, zero where multihot is False.
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: no number of experts, or fewer than one.
+        ConfigError: ``num_of_local_experts`` is not an integer, or less than one.
         BackendError: ``backend`` cannot run on these tensors.
     """
     check_indices(indices=indices)
@@ -99,14 +99,14 @@ class IndicesToMultihot(torch.autograd.Function):
 def fused_multihot_to_indices(
     multihot: Tensor, probs: Tensor, topk: int, *, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token in rising order, and their weights: what ``fused_indices_to_multihot`` undoes.
+    """Returns the experts of each token in ascending order, and their weights; inverts ``fused_indices_to_multihot``.
 
     Args:
         multihot: [T, E], bool.
-        probs: [T, E], floating; read where ``multihot`` is True.
-        topk: K, the slots of a token. A token of fewer experts fills up with index -1 and weight 0; of more experts,
-            those of the highest numbers are left out.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        probs: [T, E], floating point; read where ``multihot`` is True.
+        topk: K, the slots per token. Unused slots get index -1 and weight 0; if a token has more than K experts, those
+            with the highest indices are omitted.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         indices [T, K], int64, and probs_indices [T, K] in the dtype of ``probs``.

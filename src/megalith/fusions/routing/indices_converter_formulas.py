@@ -1,4 +1,4 @@
-"""Formulas of ``indices_converter``, whose head states them; T tokens, E experts, K slots."""
+"""Implements the formulas stated in ``indices_converter``; T tokens, E experts, K slots."""
 
 import torch
 from torch import Tensor
@@ -19,44 +19,44 @@ __all__ = [
 
 
 def to_multihot_reference(indices: Tensor, probs_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """probs [T, E], then multihot [T, E]."""
+    """Returns probs [T, E] and multihot [T, E]."""
     T, acc = indices.shape[0], wide(probs_indices.dtype)
     local, column = _columns(indices, num_experts)
     weights = probs_indices.to(acc).where(local, 0.0)
     probs = weights.new_zeros(T, num_experts).scatter_add_(1, column, weights)
-    # how often an expert is named; no row has 2^16 slots
+    # occurrences of each expert; a row has fewer than 2^16 slots
     count = torch.zeros_like(probs, dtype=torch.int16).scatter_add_(1, column, local.to(torch.int16))
     return probs.to(probs_indices.dtype), count.to(torch.bool)  # takes a quarter of the time of count != 0
 
 
 def to_indices_reference(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """probs_indices [T, K], then indices [T, K]."""
+    """Returns probs_indices [T, K] and indices [T, K]."""
     E = multihot.shape[1]
-    falling = torch.arange(E, 0, -1, device=multihot.device)  # all differ, so topk finds the same in every run
+    falling = torch.arange(E, 0, -1, device=multihot.device)  # all different, so topk is deterministic
     found, column = falling.where(multihot, 0).topk(topk)
     return probs.gather(1, column).where(found > 0, 0.0), column.where(found > 0, -1)
 
 
 def to_multihot_reference_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
-    """dprobs_indices: ``dprobs`` [T, E] at ``indices`` [T, K], 0 where no expert is."""
+    """dprobs_indices: ``dprobs`` [T, E] at ``indices`` [T, K], 0 for indices that are skipped."""
     local, column = _columns(indices, dprobs.shape[1])
     return (dprobs.gather(1, column).where(local, 0.0),)
 
 
 def _columns(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Which indices are of an expert, and their columns; any column for those that are not."""
+    """Which indices refer to an expert, and their columns; an arbitrary column for the others."""
     column = indices.clamp(0, num_experts - 1)
     return column == indices, column.to(torch.int64)
 
 
 def _to_multihot_outputs(indices: Tensor, probs_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Memory for probs [T, E] and multihot [T, E]."""
+    """Allocates probs [T, E] and multihot [T, E]."""
     probs = probs_indices.new_empty(indices.shape[0], num_experts)
     return probs, torch.empty_like(probs, dtype=torch.bool)
 
 
 def _to_multihot_gradients(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
-    """Memory for dprobs_indices [T, K]."""
+    """Allocates dprobs_indices [T, K]."""
     return (dprobs.new_empty(indices.shape),)
 
 
@@ -70,13 +70,13 @@ TO_MULTIHOT_OPERATOR = Operator(
 
 
 def _to_indices_outputs(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Memory for probs_indices [T, K] and indices [T, K]."""
+    """Allocates probs_indices [T, K] and indices [T, K]."""
     probs_indices = probs.new_empty(multihot.shape[0], topk)
     return probs_indices, torch.empty_like(probs_indices, dtype=torch.int64)
 
 
 def _to_indices_gradients(dprobs_indices: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor]:
-    """Memory for dprobs [T, E]."""
+    """Allocates dprobs [T, E]."""
     return (dprobs_indices.new_empty(indices.shape[0], num_experts),)
 
 

@@ -1,16 +1,16 @@
-"""Which experts a token's logits choose, and what each is worth, as routers of the field define it.
+"""How a token's logits determine its experts and their weights, as in published routers.
 
-    softmax      chooses by the logits;  weights softmax over the chosen K, or, use_pre_softmax, over all E
+    softmax      chooses by the logits;  weights softmax over the chosen K, or, with use_pre_softmax, over all E
     sigmoid      scores q = sigmoid(logit), and sqrtsoftplus q = sqrt(log(1 + exp(logit))): chooses by q + bias;
-                 weights q of the chosen, divided by their sum plus 1e-20 where K > 1
-    groups       a group is worth the sum of its group_score_topk best scores; only the experts of the
+                 weights q of the chosen, divided by their sum plus 1e-20 if K > 1
+    groups       a group's score is the sum of its group_score_topk best scores; only the experts of the
                  best group_topk groups can be chosen
 
 DeepSeek-V2, arXiv:2405.04434 (groups); DeepSeek-V3, arXiv:2412.19437 (sigmoid and bias).
 
-Scores rise with the logits, so without bias and groups the choice is made on the logits themselves: it is exact, and
-the same in every path. With them it is made on float32 scores, whose last digit may differ between paths. Of equal
-values the lower expert is taken; NaN counts as inf.
+Scores are monotonic in the logits, so without bias and groups the choice uses the logits themselves: it is exact, and
+the same on every path. Otherwise it uses float32 scores, whose last digit may differ between paths. Ties go to the
+lower index; NaN ranks like inf.
 """
 
 import torch
@@ -20,15 +20,15 @@ from megalith.torch_compat import is_intercepted
 
 __all__ = ["EPSILON", "FAR", "largest", "score_of", "select", "slope_of", "softmax_of_best", "weigh"]
 
-EPSILON = 1e-20  # beside sums of scores, which may all be zero
-# below, log(1 + exp(x)) is exp(x) to the last digit of float64, and its root is in range where it is not
+EPSILON = 1e-20  # added to sums of scores, which may all be zero
+# below this, log(1 + exp(x)) equals exp(x) in float64; exp(x / 2), its root, does not underflow where exp(x) does
 FAR = -40.0
 
 
 def select(
     x: Tensor, bias: Tensor | None, topk: int, score: str, num_groups: int, group_topk: int, group_score_topk: int
 ) -> Tensor:
-    """The experts that logits ``x`` [T, E] choose: [T, K], int64, the best first."""
+    """The experts chosen by logits ``x`` [T, E]: [T, K], int64, best first."""
     if bias is None and num_groups == 1:
         return largest(x, topk)
     value = x if score == "softmax" else torch.softmax(x, dim=-1) if score == "pre_softmax" else score_of(x, score)
@@ -38,7 +38,7 @@ def select(
         return largest(by, topk)
     of_groups = len(x) * num_groups, x.shape[1] // num_groups
     best = value.reshape(of_groups).gather(1, largest(by.reshape(of_groups), group_score_topk)).unbind(dim=1)
-    worth = sum(best[1:], best[0]).view(len(x), num_groups)  # one after the other, so that every path rounds alike
+    worth = sum(best[1:], best[0]).view(len(x), num_groups)  # added in sequence, so that all paths round alike
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, largest(worth, group_topk), True)
     return largest(by, topk, among=kept.repeat_interleave(of_groups[1], dim=1))
 
@@ -55,31 +55,31 @@ def weigh(x: Tensor, indices: Tensor, score: str, scale: float) -> Tensor:
 
 
 def softmax_of_best(chosen: Tensor) -> Tensor:
-    """softmax over rows whose greatest entry is the first; torch.softmax is slow on rows of a few."""
+    """softmax over rows whose largest entry comes first; torch.softmax is slow on very short rows."""
     e = torch.exp(chosen - chosen[:, :1].detach())
     return e / e.sum(dim=-1, keepdim=True)
 
 
 def score_of(x: Tensor, score: str) -> Tensor:
-    """The score of each logit by itself: sigmoid or sqrtsoftplus."""
+    """The elementwise score of each logit: sigmoid or sqrtsoftplus."""
     if score == "sigmoid":
-        rare = torch.sigmoid(torch.where(x < 0, x, -x))  # at most a half, so that its slope s (1 - s) keeps its digits
+        rare = torch.sigmoid(torch.where(x < 0, x, -x))  # at most 1/2, so that the slope s (1 - s) stays accurate
         return torch.where(x < 0, rare, 1.0 - rare)
     near = torch.nn.functional.softplus(x.clamp_min(FAR), threshold=50.0).sqrt()
     return torch.where(x < FAR, torch.exp(0.5 * x), near)
 
 
 def slope_of(x: Tensor, q: Tensor, score: str) -> Tensor:
-    """The derivative of ``score_of`` at ``x``, where it is ``q``."""
+    """The derivative of ``score_of`` at ``x``, given the score ``q``."""
     if score == "sigmoid":
         return q * torch.sigmoid(-x)
     return torch.where(x < FAR, 0.5 * q, torch.sigmoid(x) / (2.0 * q))
 
 
 def largest(values: Tensor, k: int, among: Tensor | None = None) -> Tensor:
-    """Columns of the ``k`` largest of each row, of those that ``among`` marks (k or more); of equal ones the lower.
+    """Columns of the ``k`` largest values of each row, among those marked in ``among`` (k or more); ties to the lower.
 
-    torch.topk leaves open which of equal entries it takes; here it is given whole numbers that all differ.
+    torch.topk does not specify which of several equal entries it returns; here it is given distinct integers.
     """
     E = values.shape[1]
     values = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -91,14 +91,14 @@ def largest(values: Tensor, k: int, among: Tensor | None = None) -> Tensor:
     key = _ordered(values).to(torch.int64).mul_(2**32).add_(torch.arange(E - 1, -1, -1, device=values.device))
     if among is not None:
         key = key.masked_fill_(~among, -(2**63))
-    if values.device.type != "cpu" or type(key) is not Tensor or is_intercepted():  # there numpy could not read it
+    if values.device.type != "cpu" or type(key) is not Tensor or is_intercepted():  # numpy cannot read those
         return key.topk(k, dim=-1).indices
-    key.numpy().sort(axis=-1)  # up to 256 experts faster than a partition, and five times faster than torch.topk
+    key.numpy().sort(axis=-1)  # for up to 256 experts faster than a partition, and five times faster than torch.topk
     return key[:, E - k :].flip(-1).bitwise_and_(2**32 - 1).neg_().add_(E - 1)
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """int32 that order as the float32 ``values`` do, none of them NaN, and are equal where those are: 0 and -0."""
+    """int32 keys that sort like the float32 ``values``, which contain no NaN; keys of 0 and -0 are equal."""
     bits = values.view(torch.int32)
     sign = bits >> 31
     return (bits & (2**31 - 1)).bitwise_xor_(sign).sub_(sign)

@@ -1,20 +1,20 @@
-"""A router behind its logits: scores, the choice of experts, their weights and the tokens of each, in one launch.
+"""A router given its logits: scores, choice of experts, their weights and token counts, in one launch.
 
-What the scores and choices are: ``routing.scores``. With g = scaling_factor * dprobs and w the weights before
+Scores and choices are defined in ``routing.scores``. With g = scaling_factor * dprobs and w the weights before
 scaling:
 
-    softmax      dlogit = w (g - sum over K of g w) at the chosen, zero elsewhere
-    pre-softmax  dlogit = p (g - sum over K of g p), p over all E, g zero at the others
-    sigmoid ...  dq = (g - sum over K of g w) / (sum of q + 1e-20), or g where K = 1; dlogit = dq * slope
+    softmax      dlogit = w (g - sum over K of g w) for the chosen, zero elsewhere
+    pre-softmax  dlogit = p (g - sum over K of g p), p over all E, g zero for the others
+    sigmoid ...  dq = (g - sum over K of g w) / (sum of q + 1e-20), or g if K = 1; dlogit = dq * slope
 
-The choice itself has no gradient, nor has the bias, which only chooses.
+The choice itself is not differentiable, so the bias, which only affects the choice, has no gradient.
 
 T tokens, E experts, K experts per token. Saved for backward: logits and indices.
-Floor: forward eTE + (8 + e)TK bytes and 8E, with logits of e bytes; backward eTE written and (8 + 2e)TK read, or
+Lower bound: forward eTE + (8 + e)TK bytes and 8E, with logits of e bytes; backward eTE written and (8 + 2e)TK read, or
 2eTE for pre-softmax.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Unpack
@@ -41,7 +41,7 @@ ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 class Routing(NamedTuple):
-    """Where tokens go: probs [T, K], indices [T, K], int64, the best first, and tokens_per_expert [E], int64."""
+    """The routing of each token: probs [T, K], indices [T, K], int64, best first, and tokens_per_expert [E], int64."""
 
     probs: Tensor
     indices: Tensor
@@ -61,27 +61,27 @@ def fused_topk_router(
     scaling_factor: float | None = None,
     backend: Backend | None = None,
 ) -> Routing:
-    """The experts of each token, their weights, and how many tokens each expert gets.
+    """Returns the experts of each token, their weights, and the number of tokens per expert.
 
     Args:
-        logits: [T, E], floating. NaN is chosen as inf would be, and makes the token's weights NaN.
-        topk: K. Of equal scores the lower expert is chosen.
-        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; the last two are divided by their sum where K > 1.
-        use_pre_softmax: softmax over all E before the choice, and no division after it; else over the chosen K.
-        expert_bias: [E], floating, added to the scores for the choice alone (sigmoid and sqrtsoftplus).
-        num_groups: the experts are in so many groups, one after the other, of which only
-        group_topk: the best can be chosen from; by the sum of their
-        group_score_topk: best scores; by default K / group_topk.
+        logits: [T, E], floating point. NaN ranks like inf in the choice, and makes the token's weights NaN.
+        topk: K. Ties are resolved in favor of the lower index.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; the last two are divided by their sum if K > 1.
+        use_pre_softmax: softmax over all E before the choice, without renormalization; otherwise over the chosen K.
+        expert_bias: [E], floating point, added to the scores for the choice only (sigmoid and sqrtsoftplus).
+        num_groups: the number of consecutive groups that the experts form (group-limited routing).
+        group_topk: experts are chosen only from this many best groups.
+        group_score_topk: a group's score is the sum of this many best scores; defaults to K / group_topk.
         scaling_factor: multiplies the weights.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
-        probs [T, K] in the dtype of ``logits``, computed in float32; indices [T, K], the best first; and
-        tokens_per_expert [E].
+        probs [T, K] in the dtype of ``logits``, computed in float32; indices [T, K], best first; and tokens_per_expert
+        [E].
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: settings that cannot be met (K > E), contradict each other, or have no effect.
+        ConfigError: settings that are impossible (K > E), contradict each other, or have no effect.
         BackendError: ``backend`` cannot run on ``logits``.
     """
     check_logits(logits, topk, score_function)
@@ -110,10 +110,10 @@ def topk_routing_with_score_function(
     *,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``fused_topk_router`` in the form that the field knows: rows over all experts.
+    """``fused_topk_router`` with Megatron's signature and dense results.
 
     Returns:
-        routing_probs [T, E] in the dtype of ``logits``, zero where routing_map [T, E], bool, is False.
+        routing_probs [T, E] in the dtype of ``logits``, zero where routing_map is False, and routing_map [T, E], bool.
     """
     routing = fused_topk_router(
         logits,
@@ -147,7 +147,7 @@ FUSION = registered(Fusion("topk_router", _PATHS, defaults={"cuda": ("triton",),
 
 
 def check_logits(logits: Tensor, topk: int, score_function: str) -> None:
-    """What all operations on a router's logits want of them."""
+    """Checks shared by all operations on a router's logits; raises ShapeError or ConfigError."""
     check_floating(logits=logits)
     if logits.dim() != 2:
         raise ShapeError(f"logits must be [T, E], a row for each token; got {list(logits.shape)}")

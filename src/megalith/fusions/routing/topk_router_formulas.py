@@ -1,6 +1,6 @@
-"""Formulas of ``topk_router``, whose head states them; T tokens, E experts, K chosen."""
+"""Implements the formulas stated in ``topk_router``; T tokens, E experts, K chosen."""
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import NamedTuple, Unpack
 
@@ -16,10 +16,10 @@ __all__ = ["OPERATOR", "Choice", "blocked", "compiled", "gradients", "outputs", 
 
 
 class Choice(NamedTuple):
-    """How experts are chosen and weighed; the last operands of the operator."""
+    """How experts are chosen and weighted; the last operands of the operator."""
 
     topk: int
-    score: str  # "pre_softmax" beside the names of score functions
+    score: str  # a score function, or "pre_softmax"
     num_groups: int
     group_topk: int
     group_score_topk: int
@@ -37,7 +37,7 @@ def reference(logits: Tensor, expert_bias: Tensor | None, *options: Unpack[Choic
 
 
 def _gradient_of_all(dprobs: Tensor, logits: Tensor, indices: Tensor, scale: float) -> Tensor:
-    """dlogits [T, E] where every expert has a part in the weights: of pre_softmax; not rounded."""
+    """dlogits [T, E] for pre_softmax, where every expert contributes to the weights; not rounded."""
     x = logits.to(wide(logits.dtype))
     g, p = dprobs.to(x.dtype) * scale, torch.softmax(x, dim=-1)
     inner = (g * p.gather(1, indices)).sum(dim=-1, keepdim=True)
@@ -62,14 +62,14 @@ def outputs(
     expert_bias: Tensor | None,
     *options: Unpack[Choice],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for probs [T, K], indices [T, K] and tokens_per_expert [E]."""
+    """Allocates probs [T, K], indices [T, K] and tokens_per_expert [E]."""
     probs = logits.new_empty(logits.shape[0], Choice(*options).topk)
     indices = torch.empty_like(probs, dtype=torch.int64)
     return probs, indices, indices.new_empty(logits.shape[1])
 
 
 def gradients(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, scale: float) -> tuple[Tensor]:
-    """Memory for dlogits [T, E]."""
+    """Allocates dlogits [T, E]."""
     return (fresh_like(logits),)
 
 
