@@ -1,1 +1,1 @@
-"""Tokens at their experts: the row map, the copies there and back, padding, and the matrix products of all experts."""
+"""Moving tokens to experts and back: row map, permutation, padding, and the matrix products of all experts."""

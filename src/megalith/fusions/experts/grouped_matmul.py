@@ -1,11 +1,12 @@
-"""Matrix products of experts: rows sorted by expert, each times the weight of its expert.
+"""Grouped matrix product: rows sorted by expert, each multiplied by the weight of its expert.
 
     y[r]  = x[r] weight[e]^T                       for the rows r of expert e; zero for rows after those of all experts
     dx[r] = dy[r] weight[e]
     dw[e] = sum over the rows r of e of dy[r]^T x[r]        zero for an expert without rows
 
-R rows, E experts, H columns of x, F columns of y: the first projection of an expert; for the second read H and F
-swapped. Saved for backward: x, the weight and the sizes as they came. Floor: 6RHF operations, 2 forward and 4 backward.
+R rows, E experts, H columns of x, F columns of y, as in the first projection of an expert; in the second, H and F are
+swapped. Saved for backward: x, the weight and the sizes themselves.
+Lower bound: 6RHF operations, 2 forward and 4 backward.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,23 +25,23 @@ from megalith.fusions.experts.grouped_matmul_formulas import aten, blocked, refe
 __all__ = ["FUSION", "grouped_matmul"]
 
 _ATEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ATEN_BYTES = 16  # rows of every operand must be a multiple of it
+_ATEN_BYTES = 16  # torch requires rows of every operand to be a multiple of this
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, rows_per_expert: Tensor, *, backend: Backend | None = None) -> Tensor:
-    """Each row of ``x`` times the transposed weight of its expert.
+    """Returns each row of ``x`` times the transposed weight of its expert.
 
-    Autocast does not reach inside: cast ``x`` and ``weight`` yourself.
+    Autocast has no effect inside: cast ``x`` and ``weight`` yourself.
 
     Args:
-        x: [R, H], floating, sorted by expert, as ``permute`` returns it; rows may be strided.
-        weight: [E, F, H], in the dtype of ``x``, of one expert or more.
-        rows_per_expert: int32 [E], as in ``RowMap``. Rows after those it counts are gaps: whatever they hold, their
-            results and their gradients are zero. What it counts past R is ignored.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        x: [R, H], floating point, sorted by expert, as returned by ``permute``; rows may be strided.
+        weight: [E, F, H], in the dtype of ``x``, with at least one expert.
+        rows_per_expert: int32 [E], as in ``RowMap``. Rows beyond its sum are gaps: their results and gradients are
+            zero, whatever they contain. Counts beyond R are ignored.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
-        [R, F] in the dtype of ``x``; products are summed in float32 (float64 for float64) and rounded once.
+        [R, F] in the dtype of ``x``; products are accumulated in float32 (float64 for float64) and rounded once.
 
     Raises:
         ShapeError: the tensors do not fit together.
@@ -54,7 +55,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, rows_per_expert: Tensor, *, backen
 
 
 class _Sizes(NamedTuple):
-    """What a path is chosen by."""
+    """The properties that determine the path."""
 
     device: torch.device
     dtype: torch.dtype
@@ -72,7 +73,7 @@ def _why_not_aten(x: Operand) -> str | None:
     if isinstance(x, _Sizes) and any(size * x.dtype.itemsize % _ATEN_BYTES for size in (x.H, x.F)):
         columns = _ATEN_BYTES // x.dtype.itemsize
         return f"torch's operator takes H and F in multiples of {columns} columns, and these are {x.H} and {x.F}"
-    return why_not_forward_mode()  # it is inside of an operator of ours
+    return why_not_forward_mode()  # torch's operator is called inside an operator of ours
 
 
 def _triton(x: Tensor, weight: Tensor, rows_per_expert: Tensor) -> Tensor:

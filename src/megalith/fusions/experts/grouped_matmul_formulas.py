@@ -1,7 +1,7 @@
-"""Formulas of ``grouped_matmul``, whose head states them; R rows, E experts, H and F columns.
+"""Implements the formulas stated in ``grouped_matmul``; R rows, E experts, H and F columns.
 
-A path is two products: of rows with the weights of their experts, which also gives dx, and of rows with rows, expert by
-expert, which gives dw.
+A path consists of two products: rows times the weights of their experts, which also computes dx, and rows times rows
+per expert, which computes dw.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,31 +16,31 @@ from megalith.torch_compat import grouped_mm
 __all__ = ["OPERATOR", "aten", "blocked", "reference"]
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-_ALIGNMENT = 16  # bytes, of what torch's operator reads
+_ALIGNMENT = 16  # bytes; required by torch's operator
 
 
 def reference(x: Tensor, weight: Tensor, rows_per_expert: Tensor) -> Tensor:
-    """y, of all rows times every expert's weight: E times the products, and no number is read from the device."""
+    """y, computed from all rows times every expert's weight: E times the work, but without a host sync."""
     acc, R = wide(x.dtype), x.shape[0]
     ends = rows_per_expert.cumsum(0)
     row = torch.arange(R, device=x.device)
     rows, y = x.to(acc), x.new_zeros(R, weight.shape[1], dtype=acc)
     for one, end, size in zip(weight.unbind(), ends, rows_per_expert, strict=True):
         mine = ((row >= end - size) & (row < end)).unsqueeze(1)  # [R, 1]
-        # other rows are masked before and after: what is not finite there would reach dw, or come from the weight
+        # other rows are masked before and after: non-finite values would reach dw, or come from the weight
         y = torch.where(mine, rows.masked_fill(~mine, 0.0) @ one.to(acc).t(), y)
     return y.to(x.dtype)
 
 
 def _outputs(x: Tensor, weight: Tensor, rows_per_expert: Tensor) -> Tensor:
-    """Memory for y [R, F]."""
+    """Allocates y [R, F]."""
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
 def _gradients(
     dy: Tensor, x: Tensor, weight: Tensor, rows_per_expert: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Memory for dx and dw, empty for what is not wanted."""
+    """Allocates dx and dw, empty for those not needed."""
     dx, dweight = (one.new_empty(one.shape if needed else [0]) for one, needed in zip((x, weight), needs, strict=True))
     return dx, dweight
 
@@ -49,11 +49,11 @@ OPERATOR = Operator(_outputs, _gradients, of=("x", "weight"))
 
 
 def _register(name: str, by_matrices: Product, by_rows: Product) -> Product:
-    """The operator of two products, of rows that are sorted by expert, and their sizes [E].
+    """Registers the operator given two products of rows sorted by expert, with the sizes [E].
 
     Args:
         by_matrices: (rows [R, n], matrices [E, n, m], sizes) -> [R, m], zero after the rows of all experts.
-        by_rows: (rows [R, m], rows [R, n], sizes) -> [E, m, n], the products of the first, transposed, with the second.
+        by_rows: (rows [R, m], rows [R, n], sizes) -> [E, m, n], the transpose of the first times the second.
     """
 
     def forward(x: Tensor, weight: Tensor, rows_per_expert: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _register(name: str, by_matrices: Product, by_rows: Product) -> Product:
         if x.numel() == 0 or weight.numel() == 0:
             dx, dweight = OPERATOR.gradients(dy, x, weight, rows_per_expert, needs)
             return dx.zero_(), dweight.zero_()
-        dy = contiguous_columns(dy)  # one copy of an expanded gradient for both products
+        dy = contiguous_columns(dy)  # copies an expanded gradient once for both products
         dx = by_matrices(dy, weight, rows_per_expert) if needs[0] else x.new_empty(0)
         return dx, by_rows(dy, x, rows_per_expert) if needs[1] else x.new_empty(0)
 
@@ -75,7 +75,7 @@ def _register(name: str, by_matrices: Product, by_rows: Product) -> Product:
 
 
 def _parts(rows_per_expert: Tensor) -> Iterator[slice]:
-    """The rows of each expert; the host waits for the device to know them."""
+    """Yields the rows of each expert; causes a host sync."""
     start = 0
     for size in rows_per_expert.tolist():
         yield slice(start, start + size)
@@ -101,8 +101,8 @@ def _by_matrices_in_aten(x: Tensor, matrices: Tensor, rows_per_expert: Tensor) -
     ends = _ends(x, rows_per_expert)
     y = grouped_mm(_aligned(x), _aligned(matrices), ends)
     if y.device.type == "cpu":
-        y[int(ends[-1]) :].zero_()  # torch leaves them as it found them
-    else:  # only the device knows where they are
+        y[int(ends[-1]) :].zero_()  # torch leaves these rows uninitialized
+    else:  # without a host sync
         y.masked_fill_((torch.arange(len(y), device=y.device) >= ends[-1]).unsqueeze(1), 0.0)
     return y
 
@@ -112,12 +112,12 @@ def _by_rows_in_aten(dy: Tensor, x: Tensor, rows_per_expert: Tensor) -> Tensor:
 
 
 def _ends(x: Tensor, rows_per_expert: Tensor) -> Tensor:
-    """Where the rows of each expert end, R at most: on a GPU torch would read past the last row."""
+    """The end of each expert's rows, at most R: on a GPU torch would read past the last row."""
     return rows_per_expert.cumsum(0, dtype=torch.int32).clamp_(max=x.shape[0])
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """``x``, or a copy where torch's operator would refuse its strides or its address."""
+    """``x``, or a copy if torch's operator does not accept its strides or address."""
     if x.stride(-1) != 1 and x.stride(-2) == 1:
         return _aligned(x.transpose(-1, -2)).transpose(-1, -2)
     steps = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1])]

@@ -1,12 +1,12 @@
-"""Pads each expert's tokens to the alignment of low-precision matrix products: more of the routing map becomes one.
+"""Pads each expert's token count to the alignment of low-precision matrix products by setting more of the map.
 
     n[e] = tokens routed to expert e;  r[e] = -n[e] mod pad_multiple
     padded[t, e] = 1 where routing_map[t, e] is zero and among the first r[e] zeros of column e, in token order
 
 A padding token's weight stays zero, so the output of the layer is unaffected. A column with fewer than r zeros becomes
-all ones, and its count no multiple; to raise would be to wait for the device. ``permute`` can pad without this map.
+all ones without reaching a multiple; raising would cause a host sync. ``permute`` can pad without this map.
 
-T tokens, E experts. No gradient. Floor: 2TE bytes of a bool map, 8TE of an int32 one.
+T tokens, E experts. No gradient. Lower bound: 2TE bytes for a bool map, 8TE for int32.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,15 +22,15 @@ __all__ = ["FUSION", "fused_pad_routing_map"]
 
 
 def fused_pad_routing_map(routing_map: Tensor, pad_multiple: int, *, backend: Backend | None = None) -> Tensor:
-    """The map with enough more tokens that each expert gets a multiple of ``pad_multiple``, where T allows it.
+    """Returns the map with tokens added so that each expert gets a multiple of ``pad_multiple``, if T allows it.
 
     Args:
-        routing_map: [T, E], bool or an integer dtype: what is not zero is routed.
+        routing_map: [T, E], bool or an integer dtype; nonzero means routed.
         pad_multiple: tokens; 16 for most fp8 recipes, 32 for mxfp8 and nvfp4.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
-        A fresh tensor like ``routing_map``: shape, dtype and order of strides. Entries that were not zero stay.
+        A new tensor with the shape, dtype and stride order of ``routing_map``. Nonzero entries are kept.
 
     Raises:
         ConfigError: ``pad_multiple`` is not positive.

@@ -1,4 +1,4 @@
-"""Formulas of ``pad_routing_map``, whose head states them; T tokens, E experts."""
+"""Implements the formulas stated in ``pad_routing_map``; T tokens, E experts."""
 
 import torch
 from torch import Tensor
@@ -10,21 +10,21 @@ __all__ = ["blocked", "outputs", "reference"]
 
 
 def reference(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """The padded map. Experts come first, so that counting runs along memory."""
+    """The padded map. Transposed so that counting runs along contiguous memory."""
     zero = routing_map.t().contiguous() == 0  # [E, T]
     num_zeros = zero.cumsum(dim=1, dtype=torch.int32)
     missing = (zero.sum(dim=1) - zero.shape[1]) % pad_multiple
     added = zero & (num_zeros <= missing[:, None])
-    return routing_map.clone().masked_fill_(added.t(), 1)  # masked_fill would take the order of strides of the mask
+    return routing_map.clone().masked_fill_(added.t(), 1)  # masked_fill would use the stride order of the mask
 
 
 def outputs(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """Memory for the padded map."""
+    """Allocates the padded map."""
     return torch.empty_like(routing_map)
 
 
 def _forward(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """As ``reference``; past the block where the last column has all it needs, rows are only copied."""
+    """Like ``reference``, but after the block in which all columns are complete, rows are only copied."""
     T, E = routing_map.shape
     padded = outputs(routing_map, pad_multiple).copy_(routing_map)
     missing = -routing_map.count_nonzero(dim=0) % pad_multiple

@@ -1,16 +1,16 @@
-"""Moves tokens to their experts and back: rows sorted by expert, each weight and each gradient in the same pass.
+"""Moves tokens to their experts and back: rows sorted by expert, with weights and gradients in the same pass.
 
     permute      permuted[row_of[t, s]] = tokens[t];  weights[row_of[t, s]] = probs[t, s];  gaps are zero
                  dtokens[t] = sum over s of dpermuted[row_of[t, s]];  dprobs[t, s] = dweights[row_of[t, s]]
     unpermute    y[t] = sum over s of probs[t, s] * permuted[row_of[t, s]]
                  dpermuted[row_of[t, s]] = probs[t, s] * dy[t];  dprobs[t, s] = dy[t] . permuted[row_of[t, s]]
 
-over the slots s of token t that have a row. One is the other's gradient. A token's rows are added in float32, by one
-program and in one order, that of the experts (of the slots, on a CPU): no atomics.
+over the slots s of token t that have a row. Each is the other's gradient. A token's rows are summed in float32, by one
+program and in a fixed order, that of the experts (on a CPU, of the slots), without atomics.
 
 T tokens, H hidden, E experts, K experts per token, R rows (K T without drops and padding), slots S: E or K.
 Saved for backward: the row map; for weighted unpermute also its input and probs.
-Floor: (T + R) H elements either way, and R H more for dprobs of unpermute, beside the maps of four bytes an entry.
+Lower bound: (T + R) H elements each way, plus R H for dprobs of unpermute and maps of four bytes per entry.
 """
 
 import math
@@ -50,17 +50,17 @@ def permute(
     pad_multiple: int = 1,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None, RowMap]:
-    """Tokens as rows, sorted by expert and then by token, as grouped matrix products take them.
+    """Returns tokens as rows, sorted by expert and then by token, as grouped matrix products expect them.
 
     Args:
-        tokens: [T, H] or [..., H], floating; rows may be strided.
-        routing_map: [T, E], bool, or the indices of experts [T, K], int32 or int64: see ``row_map``.
-        probs: of the shape of ``routing_map``, floating: a weight for each slot.
-        num_out_tokens: R. Rows past it are dropped; rows that nothing is routed to are zero. With None the rows are
-            counted, and the host waits for the device.
-        num_experts: E, of indices.
-        pad_multiple: the rows of each expert are filled up with zeros to a multiple of this: 16 for most fp8 recipes.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        tokens: [T, H] or [..., H], floating point; rows may be strided.
+        routing_map: [T, E], bool, or expert indices [T, K], int32 or int64: see ``row_map``.
+        probs: in the shape of ``routing_map``, floating point: a weight for each slot.
+        num_out_tokens: R. Rows beyond it are dropped; rows that nothing is routed to are zero. If None, the rows are
+            counted, which causes a host sync.
+        num_experts: E, required with indices.
+        pad_multiple: the rows of each expert are padded with zeros to a multiple of this: 16 for most fp8 recipes.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         permuted [R, H]; the weight of each row [R], zero in gaps, or None without ``probs``; and the row map.
@@ -84,13 +84,13 @@ def permute(
 def permute_by(
     tokens: Tensor, row_map: RowMap, probs: Tensor | None = None, *, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """``permute`` with rows that are known already.
+    """``permute`` with a given row map.
 
     Args:
-        tokens: [T, H] or [..., H], floating; rows may be strided.
-        row_map: of the T tokens.
-        probs: a weight for each slot of ``row_map``, floating.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        tokens: [T, H] or [..., H], floating point; rows may be strided.
+        row_map: for the T tokens.
+        probs: a weight for each slot of ``row_map``, floating point.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         permuted [R, H], and the weight of each row [R], zero in gaps, or None without ``probs``.
@@ -117,15 +117,15 @@ def unpermute(
     *,
     backend: Backend | None = None,
 ) -> Tensor:
-    """The sum of each token's rows, weighted by ``probs`` if given; zero for a token that has none.
+    """Returns the sum of each token's rows, weighted by ``probs`` if given; zero for a token without rows.
 
     Args:
-        permuted_tokens: [R, H], floating, in the order that ``permute`` made; rows may be strided.
-        row_map: what ``permute`` returned.
-        restore_shape: the shape of the result, [..., H] with T tokens; by default [T, H].
-        probs: a weight for each slot, of the shape of the routing that ``permute`` was given. Where the weight is
-            applied inside of the experts, leave it out.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        permuted_tokens: [R, H], floating point, in the order of ``permute``; rows may be strided.
+        row_map: as returned by ``permute``.
+        restore_shape: the shape of the result, [..., H] with T tokens; defaults to [T, H].
+        probs: a weight for each slot, in the shape of the routing passed to ``permute``. Omit it if the experts apply
+            the weights themselves.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         ``restore_shape``, in the dtype of ``permuted_tokens``; summed in float32 and rounded once.

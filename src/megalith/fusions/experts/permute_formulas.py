@@ -1,4 +1,4 @@
-"""Formulas of ``permute``, whose head states them.
+"""Implements the formulas stated in ``permute``.
 
 T tokens, R rows, H hidden, S slots of a token.
 """
@@ -23,14 +23,14 @@ __all__ = [
 def permute_reference(tokens: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> tuple[Tensor, Tensor]:
     """permuted [R, H] and the weights of its rows [R], empty without probs."""
     T, H = tokens.shape
-    rows = tokens.to(wide(tokens.dtype))  # so that gradients of a token's rows are added in it
+    rows = tokens.to(wide(tokens.dtype))  # so that the gradients of a token's rows are summed in this dtype
     with_zero = torch.cat((rows, rows.new_zeros(1, H)))
     permuted = with_zero.index_select(0, token_of.where(token_of >= 0, T)).to(tokens.dtype)
     return permuted, tokens.new_empty(0) if probs is None else _by_row(probs, row_of, len(token_of))
 
 
 def unpermute_reference(permuted: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> Tensor:
-    """y [T, H]. Gaps go to a row past the last token."""
+    """y [T, H]. Gaps are added to an extra row after the last token."""
     T, rows = len(row_of), permuted.to(wide(permuted.dtype))
     if probs is not None:
         rows = rows * _by_row(probs.to(rows.dtype), row_of, len(token_of))[:, None]
@@ -39,25 +39,25 @@ def unpermute_reference(permuted: Tensor, probs: Tensor | None, row_of: Tensor, 
 
 
 def _by_row(probs: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
-    """``probs`` of the slots, as weights of the rows; slots without a row go past the last."""
+    """Converts ``probs`` per slot to weights per row; slots without a row are written past the last row."""
     row = row_of.where(row_of >= 0, num_rows).flatten().to(torch.int64)
     return probs.new_zeros(num_rows + 1).scatter_(0, row, probs.flatten())[:num_rows]
 
 
 def _by_slot(weights: Tensor, row_of: Tensor) -> Tensor:
-    """``weights`` of the rows, at the slots; zero for slots without a row."""
+    """Converts ``weights`` per row to weights per slot; zero for slots without a row."""
     with_zero = torch.nn.functional.pad(weights, (0, 1))
     return with_zero[row_of.where(row_of >= 0, len(weights)).to(torch.int64)]
 
 
 def _permute_outputs(tokens: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for permuted [R, H] and the weights [R]."""
+    """Allocates permuted [R, H] and the weights [R]."""
     R = len(token_of)
     return tokens.new_empty(R, tokens.shape[1]), tokens.new_empty(0) if probs is None else probs.new_empty(R)
 
 
 def _permute_gradients(dpermuted: Tensor, dweights: Tensor, row_of: Tensor, has_probs: bool) -> tuple[Tensor, Tensor]:
-    """Memory for dtokens [T, H] and dprobs [T, S]."""
+    """Allocates dtokens [T, H] and dprobs [T, S]."""
     dprobs = dweights.new_empty(row_of.shape if has_probs else 0)
     return dpermuted.new_empty(len(row_of), dpermuted.shape[1]), dprobs
 
@@ -74,14 +74,14 @@ PERMUTE_OPERATOR = Operator(
 
 
 def _unpermute_outputs(permuted: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> Tensor:
-    """Memory for y [T, H]."""
+    """Allocates y [T, H]."""
     return permuted.new_empty(len(row_of), permuted.shape[1])
 
 
 def _unpermute_gradients(
     dy: Tensor, permuted: Tensor | None, probs: Tensor | None, row_of: Tensor, token_of: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Memory for dpermuted [R, H] and dprobs [T, S]."""
+    """Allocates dpermuted [R, H] and dprobs [T, S]."""
     dprobs = dy.new_empty(0) if probs is None else fresh_like(probs)
     return dy.new_empty(len(token_of), dy.shape[1]), dprobs
 
@@ -145,13 +145,13 @@ def _sums_of(permuted: Tensor, probs: Tensor | None, row_of: Tensor) -> Tensor:
     sums, ends = permuted.new_empty(len(row_of), permuted.shape[1]), torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
     for block in blocks(len(row_of), permuted.shape[1] * -(-len(rows) // max(1, len(row_of)))):
         bag = slice(int(ends[block.start]), int(ends[block.stop]))
-        table = permuted.index_select(0, rows[bag]).to(acc)  # bags want weights of the dtype of the table
+        table = permuted.index_select(0, rows[bag]).to(acc)  # embedding_bag requires weights in the dtype of the table
         sums[block] = _bags(table, torch.arange(len(table)), sizes[block], weights[bag])
     return sums
 
 
 def _bags(table: Tensor, rows: Tensor, sizes: Tensor, weights: Tensor | None) -> Tensor:
-    """Sums of ``sizes`` rows each, out of all the ``rows`` of ``table``: accumulated in float32, rounded once."""
+    """Sums of consecutive groups of ``sizes`` of the ``rows`` of ``table``: accumulated in float32, rounded once."""
     if rows.numel() == 0 or table.numel() == 0:
         return table.new_zeros(len(sizes), table.shape[1])
     first = (sizes.cumsum(0) - sizes).to(rows.dtype)

@@ -1,10 +1,10 @@
-"""Where permuted tokens go: sorted by expert, then by token, each expert's rows starting at a multiple if one is asked.
+"""The destination rows of permuted tokens: sorted by expert, then by token, with each expert optionally padded.
 
     rows_per_expert[e] = routed tokens of e, rounded up to a multiple of pad_multiple
     row of (t, e)      = sum of rows_per_expert[e'] over e' < e, plus the tokens before t that are routed to e
 
-T tokens, E experts, K experts per token, R rows. A routing is a map [T, E] or indices [T, K]; either is read once to
-count by tiles of tokens and once to place them, in whole numbers and without atomics, so the map never varies.
+T tokens, E experts, K experts per token, R rows. A routing is a map [T, E] or indices [T, K]. It is read twice, once to
+count per tile of tokens and once to assign rows, in integers and without atomics, so the result is deterministic.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +23,11 @@ __all__ = ["FUSION", "RowMap", "row_map"]
 
 
 class RowMap(NamedTuple):
-    """Where each token's rows are, and whose each row is; all int32, on the device of the routing.
+    """The rows of each token, and the token of each row; all int32, on the device of the routing.
 
-    row_of           [T, E] for a map, [T, K] for indices: the row of this slot, -1 where nothing is routed or it is
-                     dropped
+    row_of           [T, E] for a map, [T, K] for indices: the row of this slot, -1 if it is not routed or dropped
     token_of         [R]: the token in this row, -1 in a gap: padding, or past the last routed token
-    rows_per_expert  [E]: rows of each expert, padding and all, as grouped matrix products take their sizes
+    rows_per_expert  [E]: rows of each expert including padding, the sizes that grouped matrix products take
     """
 
     row_of: Tensor
@@ -36,8 +35,8 @@ class RowMap(NamedTuple):
     rows_per_expert: Tensor
 
     def up_to(self, num_rows: int) -> "RowMap":
-        """The map of the first ``num_rows`` rows; those past them must be gaps."""
-        # not _replace: where torch.compile before 2.13 breaks the graph, the fields of its result are lost
+        """The map of the first ``num_rows`` rows; all later rows must be gaps."""
+        # not _replace: its fields are lost when torch.compile before 2.13 breaks the graph
         return RowMap(self.row_of, self.token_of[:num_rows], self.rows_per_expert)
 
 
@@ -49,20 +48,21 @@ def row_map(
     pad_multiple: int = 1,
     backend: Backend | None = None,
 ) -> RowMap:
-    """The rows that ``permute`` moves tokens to; made once, for every tensor that is permuted alike.
+    """Returns the rows that ``permute`` moves tokens to; can be reused for all tensors with the same routing.
 
     Args:
-        routing_map: [T, E], bool; or the indices of experts [T, K], int32 or int64, of which those outside of
-            [0, num_experts) are skipped, and an expert named twice gets two rows.
-        num_out_tokens: R. Rows past it are dropped; rows of it that nothing is routed to are gaps at its end. With
-            None they are counted, and the host waits for the device to know how much memory they take.
-        num_experts: E, of indices. A map says it by its width.
-        pad_multiple: the rows of each expert are filled up to a multiple of this by gaps.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        routing_map: [T, E], bool; or expert indices [T, K], int32 or int64, where those outside [0, num_experts) are
+            skipped, and an expert that occurs twice gets two rows.
+        num_out_tokens: R. Rows beyond it are dropped; unused rows are gaps at the end. If None, rows are counted, which
+            causes a host sync.
+        num_experts: E, required with indices; a map has E columns.
+        pad_multiple: the rows of each expert are padded to a multiple of this by gaps.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Raises:
         ShapeError: ``routing_map`` is neither of the two.
-        ConfigError: ``num_experts`` is missing, or given beside a map; a count is negative or ``pad_multiple`` zero.
+        ConfigError: ``num_experts`` is missing, or given together with a map; a count is negative or ``pad_multiple``
+            zero.
         BackendError: ``backend`` cannot run on ``routing_map``.
     """
     E = _check(routing_map, num_out_tokens, num_experts, pad_multiple)
@@ -90,7 +90,7 @@ FUSION = registered(Fusion("row_map", _PATHS, defaults={"cuda": ("triton",), "cp
 
 
 def _check(routing_map: Tensor, num_out_tokens: int | None, num_experts: int | None, pad_multiple: int) -> int:
-    """The number of experts."""
+    """Checks the arguments and returns the number of experts."""
     if routing_map.dim() != 2:
         raise ShapeError(f"routing_map must be [T, E], or indices [T, K]; got {list(routing_map.shape)}")
     if pad_multiple < 1:

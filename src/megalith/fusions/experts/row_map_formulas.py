@@ -1,4 +1,4 @@
-"""Formulas of ``row_map``, whose head states them; T tokens, E experts, R rows."""
+"""Implements the formulas stated in ``row_map``; T tokens, E experts, R rows."""
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ def reference(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple
     starts = ends - padded
     token = torch.arange(routing_map.shape[0], device=routing_map.device)
     if routing_map.dtype == torch.bool:
-        routed = routing_map.t().contiguous()  # [E, T]: counting runs along memory
+        routed = routing_map.t().contiguous()  # [E, T]: counts along contiguous memory
         row = routed.cumsum(dim=1, dtype=torch.int32) + (starts - 1)[:, None]
         token = token.expand(row.shape)
     else:
         routed = _local(routing_map, num_experts)
         expert, order = routing_map.where(routed, num_experts).flatten().to(torch.int32).sort(stable=True)
-        # sorted slots lie densely; their rows lie apart by the gaps of the experts before
+        # sorted slots are dense; rows are offset by the gaps of the preceding experts
         gaps = torch.nn.functional.pad(starts - (counts.cumsum(0) - counts), (0, 1))
         rows = torch.arange(len(order), device=order.device) + gaps[expert]
         row = torch.empty_like(order).scatter_(0, order, rows).view(routed.shape)
@@ -48,15 +48,15 @@ def _local(indices: Tensor, num_experts: int) -> Tensor:
 
 
 def padded_to(counts: Tensor, pad_multiple: int) -> Tensor:
-    """``counts``, each rounded up to a multiple."""
+    """``counts``, each rounded up to a multiple of ``pad_multiple``."""
     return counts + -counts % pad_multiple
 
 
 def outputs(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for row_of, token_of and rows_per_expert."""
+    """Allocates row_of, token_of and rows_per_expert."""
     row_of = torch.empty(routing_map.shape, dtype=torch.int32, device=routing_map.device)
     return row_of, row_of.new_empty(num_rows), row_of.new_empty(num_experts)
 
 
-# one pass over small whole numbers is all there is to do: blocked differs by the graph that it keeps closed
+# the work is one pass over small integers; blocked only differs in being an opaque operator
 blocked = register_without_gradient("row_map_blocked", reference, outputs, opaque=True)
