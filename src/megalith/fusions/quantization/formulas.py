@@ -1,4 +1,4 @@
-"""Formulas of ``quantize``, whose head states them; N matrices of R rows and H columns."""
+"""Implements the formulas stated in ``quantize``; N matrices of R rows and H columns."""
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from megalith.fusions.quantization.quantized import (
 
 __all__ = ["blocked", "reference"]
 
-_NAN = 0x7F  # in both formats of 8 bits
+_NAN = 0x7F  # in both 8-bit formats
 
 
 def reference(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outputs:
-    """The outputs that ``outputs_of`` describes, of ``x`` [N, R, H]."""
+    """The outputs described by ``outputs_of``, for ``x`` [N, R, H]."""
     layout, none = LAYOUTS[kind], x.new_empty(0, dtype=torch.uint8)
     amax_of_all = _amax((x if layout.of_all else none).float().flatten(), x.dtype)
     values, scale = _quantize_rows(x, kind, dtype, amax_of_all)
@@ -35,7 +35,7 @@ def reference(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outp
 
 
 def _quantize_rows(x: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes and scales of the rows of ``x`` [..., R, H]; only layouts that are ``of_all`` ask for its amax."""
+    """Bytes and scales of the rows of ``x`` [..., R, H]; ``amax_of_all`` is only read if the layout is ``of_all``."""
     layout, (R, H) = LAYOUTS[kind], x.shape[-2:]
     parts = groups(x.contiguous().float(), layout.columns)  # [..., R, H/columns, columns]
     amax = amax_of_all if kind == "tensor" else _amax(parts, x.dtype)  # [..., R, H/columns]
@@ -52,13 +52,13 @@ def _quantize_rows(x: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor
 
 
 def _scales(amax: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales as they are stored, and the float32 numbers that their elements are multiplied by."""
-    if kind == "mxfp8":  # the exponent as float32 holds it, 127 more than it is
+    """The scales as stored, and the float32 factors that elements are multiplied by."""
+    if kind == "mxfp8":  # the biased exponent of float32 (plus 127)
         exponent = ((amax.view(torch.int32) >> 23) - FORMATS[dtype].largest_exponent).clamp_min(0)
         return exponent.to(torch.uint8), ((254 - exponent) << 23).view(torch.float32)
     if kind == "nvfp4":
         unit = 1.0 / _tensor_scale(amax_of_all)
-        scale = (amax / 6.0 * unit).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)  # at least its smallest number
+        scale = (amax / 6.0 * unit).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)  # at least the smallest e4m3 value
         return scale.view(torch.uint8), unit / scale.float()
     scale = (amax / FORMATS[dtype].largest).clamp_min(SMALLEST_SCALE)
     return scale, 1.0 / scale
@@ -69,18 +69,18 @@ def _tensor_scale(amax: Tensor) -> Tensor:
 
 
 def _amax(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest magnitude along the last dimension, of numbers that came in ``dtype``."""
+    """The largest magnitude along the last dimension, for values that were in ``dtype``; inf counts as its maximum."""
     magnitudes = x.abs().nan_to_num(nan=0.0, posinf=torch.finfo(dtype).max)
-    return magnitudes.amax(-1) if x.numel() else magnitudes.sum(-1)  # a maximum of nothing is an error, and a sum 0
+    return magnitudes.amax(-1) if x.numel() else magnitudes.sum(-1)  # amax of an empty tensor raises, its sum is 0
 
 
 def _encode(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes nearest to ``y``, one to a byte."""
+    """The nearest codes to ``y``, one per byte."""
     largest = FORMATS[dtype].largest
     if dtype != torch.float4_e2m1fn_x2:
-        return y.clamp(-largest, largest).to(dtype).view(torch.uint8)  # casts saturate on some devices only
+        return y.clamp(-largest, largest).to(dtype).view(torch.uint8)  # only some devices saturate in casts
     magnitude = y.abs().nan_to_num(nan=largest).clamp_max(largest)
-    # steps of 1/2 below 2, 1 below 4, and 2: the codes count them
+    # codes count in steps of 1/2 below 2, of 1 below 4, and of 2 above
     code = torch.where(magnitude < 2, (2 * magnitude).round(), magnitude.round() + 2)
     code = torch.where(magnitude < 4, code, (magnitude / 2).round() + 4)
     return code.to(torch.uint8) | y.signbit().to(torch.uint8) << 3

@@ -1,16 +1,16 @@
-"""Tensors in 8 and 4 bits with a scale for each tensor, row or block; also transposed, from the same pass.
+"""Quantization to 8 and 4 bits with a scale per tensor, row or block; also transposed, in the same pass.
 
     scale = amax / MAX          values = nearest(x / scale)          MAX: 448 (e4m3), 57344 (e5m2), 6 (e2m1)
     mxfp8:  scale = 2^(floor(log2 amax) - floor(log2 MAX))
     nvfp4:  tensor_scale = amax of x / (448 * 6),   scale = nearest e4m3(amax / 6 / tensor_scale)
 
-amax is the largest magnitude among the numbers that share a scale. ``nearest`` is to even at a tie, and the largest
-number from beyond it. An infinity counts as the largest number of its dtype; NaN stays NaN, and counts for nothing.
-Sources: see ``quantization.quantized``.
+amax is the largest magnitude among the values that share a scale. ``nearest`` rounds ties to even, and saturates.
+Infinities count as the largest value of x's dtype; NaN stays NaN and does not affect amax. Sources: see
+``quantization.quantized``.
 
-N matrices of R rows and H columns. Saved for backward: nothing, there is no gradient. Floor, in bytes an element of
-bf16, beside the scales: 2 to read, 1 to write (1/2 of nvfp4), and to write the transpose as much again. For a tensor,
-nvfp4, and rows whose transpose is wanted too, x is read once more, before, for the amax.
+N matrices of R rows and H columns. Not differentiable. Lower bound, in bytes per bf16 element, without the scales: 2
+read, 1 written (1/2 for nvfp4), and as much again for the transpose. For kinds "tensor" and "nvfp4", and for "row" with
+a transpose, x is read once more beforehand to compute the amax.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,24 +37,25 @@ def quantize(
     transpose: bool = False,
     backend: Backend | None = None,
 ) -> Quantized:
-    """``x`` in 8 or 4 bits, with the scales that ``dequantize`` multiplies by.
+    """Returns ``x`` in 8 or 4 bits, with the scales that ``dequantize`` multiplies by.
 
     Args:
-        x: [..., H], floating; rows may be strided; float64 is rounded to float32 first.
-        kind: which numbers share a scale: all ("tensor"), a row of H ("row"), 128 of a row ("block128", activations),
-            128 of each of 128 rows ("block128x128", weights [..., R, H]); 32 of a row, the scale a power of two
-            ("mxfp8"); 16 of a row in 4 bits, the scale in 8 ("nvfp4").
-        dtype: float8_e4m3fn, the default, or float8_e5m2; of nvfp4 float4_e2m1fn_x2, and nothing else.
-        transpose: also give the transpose, [H, T] with all leading dimensions as T ([..., H, R] of block128x128), with
-            the scales of its own rows: what the gradient of a weight is a product of.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        x: [..., H], floating point; rows may be strided; float64 is rounded to float32 first.
+        kind: which values share a scale: all ("tensor"), a row of H ("row"), 128 in a row ("block128", for
+            activations), 128 columns of 128 rows ("block128x128", for weights [..., R, H]); 32 in a row, with a power
+            of two as scale ("mxfp8"); 16 in a row, in 4 bits with 8-bit scales ("nvfp4").
+        dtype: float8_e4m3fn, the default, or float8_e5m2; for nvfp4 only float4_e2m1fn_x2.
+        transpose: also return the transpose, [H, T] with all leading dimensions flattened to T ([..., H, R] for
+            block128x128), with scales along its own rows, as needed for weight gradients.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
-        Constants: what the gradient of rounding is, is for the caller to say.
+        Tensors without a gradient: the caller decides how to differentiate the rounding.
 
     Raises:
-        ShapeError: ``x`` is not floating, has no columns, or an odd number of what is packed two in a byte.
-        ConfigError: an unknown kind, or a dtype that it does not have.
+        ShapeError: ``x`` is not floating point, has no columns, or, for nvfp4, an odd number of columns (or rows, if
+            transposed), since two values share a byte.
+        ConfigError: an unknown kind, or a dtype that the kind does not support.
         BackendError: ``backend`` cannot run on ``x``.
     """
     dtype = _check(x, kind, dtype, transpose)
@@ -96,7 +97,7 @@ FUSION = registered(Fusion("quantize", _PATHS, defaults={"cuda": ("triton",), "c
 
 
 def _check(x: Tensor, kind: str, dtype: torch.dtype | None, transpose: bool) -> torch.dtype:
-    """The dtype of the values."""
+    """Checks the arguments and returns the dtype of the values."""
     if kind not in get_args(Kind):
         raise ConfigError(f"kind must be one of {', '.join(get_args(Kind))}; got {kind!r}")
     choices = LAYOUTS[kind].dtypes

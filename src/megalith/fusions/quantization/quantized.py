@@ -1,6 +1,6 @@
-"""Tensors in few bits: their formats, which numbers share a scale, and the way back to floating point.
+"""Quantized tensors: number formats, which values share a scale, and dequantization.
 
-    x ~ values * scale                   one scale for each tensor, row or block
+    x ~ values * scale                   one scale per tensor, row or block
     x ~ values * scale * tensor_scale    nvfp4, whose block scales are 8-bit numbers themselves
 
 Formats: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433. mxfp8, and 4 bits: Open Compute
@@ -35,20 +35,20 @@ __all__ = [
 Kind = Literal["tensor", "row", "block128", "block128x128", "mxfp8", "nvfp4"]
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-# below, the number that elements are multiplied by would pass the largest float32
+# below this, the reciprocal that elements are multiplied by would overflow float32
 SMALLEST_SCALE = 2.0**-126
-SMALLEST_TENSOR_SCALE = 2.0**-117  # of nvfp4, whose block scales are 2^-9 at least
+SMALLEST_TENSOR_SCALE = 2.0**-117  # for nvfp4, whose block scales are at least 2^-9
 
 
 class Format(NamedTuple):
-    """A format of few bits by the field's name, exponent and mantissa, and its largest number."""
+    """A low-precision format: its usual name, from exponent and mantissa bits, and its largest value."""
 
     name: str
     largest: float
 
     @property
     def largest_exponent(self) -> int:
-        """Of the largest number: what a scale that is a power of two leaves out."""
+        """The exponent of the largest value, which is subtracted from that of a power-of-two scale."""
         return math.frexp(self.largest)[1] - 1
 
 
@@ -60,15 +60,15 @@ FORMATS = {
 
 
 class Layout(NamedTuple):
-    """Which numbers share a scale, and what it is made of.
+    """Which values share a scale, and the dtypes.
 
     Args:
-        columns: how many of a row; None is all of them.
+        columns: how many values of a row share a scale; None for all.
         scale: the dtype of scales.
-        dtypes: those of values, the default first.
-        tiled: the columns of 128 rows, instead of one.
-        of_all: something is shared by all numbers of a tensor.
-        symmetric: the transpose has the same scales, and so the same numbers.
+        dtypes: the dtypes of values, the default first.
+        tiled: whether 128 rows share a scale, instead of one.
+        of_all: whether something is shared by all values of a tensor.
+        symmetric: whether the transpose has the same scales, and therefore the same values.
     """
 
     columns: int | None
@@ -91,17 +91,17 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Quantized:
-    """A tensor [..., H] in few bits. It has no gradient.
+    """A quantized tensor [..., H]. Not differentiable.
 
     Attributes:
-        values: [..., H] in float8_e4m3fn or float8_e5m2; of nvfp4 [..., H/2] in float4_e2m1fn_x2, two numbers to a
-            byte, the one of the even column in the low bits.
-        scale: what values are multiplied by. In float32 for tensor [], row [..., 1], block128 [..., H/128] and
-            block128x128 [..., R/128, H/128]; mxfp8: [..., H/32] in float8_e8m0fnu; nvfp4: [..., H/16] in float8_e4m3fn.
-            Sizes are rounded up: the last block may be smaller.
-        kind: which numbers share a scale.
-        tensor_scale: [] in float32, of nvfp4.
-        transposed: the transpose, quantised along its own rows, if that was asked for.
+        values: [..., H] in float8_e4m3fn or float8_e5m2; for nvfp4 [..., H/2] in float4_e2m1fn_x2, two values per byte,
+            the even column in the low bits.
+        scale: factors for the values. In float32 for tensor [], row [..., 1], block128 [..., H/128] and block128x128
+            [..., R/128, H/128]; mxfp8: [..., H/32] in float8_e8m0fnu; nvfp4: [..., H/16] in float8_e4m3fn. Sizes are
+            rounded up: the last block may be smaller.
+        kind: which values share a scale.
+        tensor_scale: [] in float32, for nvfp4 only.
+        transposed: the transpose, quantized along its own rows, if requested.
     """
 
     values: Tensor
@@ -112,12 +112,12 @@ class Quantized:
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor [..., H] that ``quantized`` stands for: multiplied in float32, rounded once to ``dtype``.
+    """Returns the tensor [..., H] that ``quantized`` represents: multiplied in float32, rounded once to ``dtype``.
 
-    Plain torch, for devices whose matrix products take no such operands, and for tests.
+    Plain torch, for devices without matrix products on such operands, and for tests.
 
     Raises:
-        ConfigError: ``dtype`` is not floating, or has fewer than 16 bits.
+        ConfigError: ``dtype`` is not floating point, or has fewer than 16 bits.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ConfigError(f"dtype must be float16, bfloat16, float32 or float64; got {dtype}")
@@ -131,7 +131,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def groups(x: Tensor, size: int | None) -> Tensor:
-    """``x`` [..., H] as [..., H/size, size], zeros behind its last column; for None as [..., 1, H]."""
+    """``x`` [..., H] as [..., H/size, size], padded with zeros; as [..., 1, H] if ``size`` is None."""
     if size is None:
         return x.unsqueeze(-2)
     if missing := -x.shape[-1] % size:
@@ -140,12 +140,12 @@ def groups(x: Tensor, size: int | None) -> Tensor:
 
 
 def outputs_of(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outputs:
-    """Memory for what quantising ``x`` [N, R, H] gives; empty where a kind has no such thing, or it is not wanted.
+    """Allocates the results of quantizing ``x`` [N, R, H]; empty if not applicable or not requested.
 
-    values, as bytes   [N, R, H]; of nvfp4 [N, R, H/2]
+    values, as bytes   [N, R, H]; for nvfp4 [N, R, H/2]
     scale              tensor []; block128x128 [N, R/128, H/128]; else [N, R, H/columns]; as bytes, if not float32
-    tensor_scale       [] in float32, of nvfp4
-    values_t, scale_t  of ``x.mT``; where its scales are those of ``x``, only values
+    tensor_scale       [] in float32, for nvfp4
+    values_t, scale_t  for ``x.mT``; if its scales are those of ``x``, only values
     """
     N, R, H = x.shape
     layout = LAYOUTS[kind]
@@ -171,7 +171,7 @@ def outputs_of(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Out
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """Values in float32; torch casts from every format but that of two numbers to a byte."""
+    """Values in float32; torch casts from all formats except those with two values per byte."""
     if values.dtype != torch.float4_e2m1fn_x2:
         return values.float()
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=values.device)
