@@ -1,1 +1,1 @@
-"""One AdamW update of many tensors."""
+"""AdamW update of many tensors at once."""

@@ -1,16 +1,16 @@
-"""AdamW over many tensors in one launch: weights, moments and the copy of weights that a model computes with.
+"""AdamW over many tensors in one launch: weights, moments, and the copy of the weights that the model computes with.
 
     g = scale * grad          m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
     w = (1 - lr * decay) w - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)          param = nearest(w)
 
-Loshchilov and Hutter 2017, "Decoupled Weight Decay Regularization", arXiv:1711.05101. w are the float32 masters, or the
-params themselves where there are none.
+Loshchilov and Hutter 2017, "Decoupled Weight Decay Regularization", arXiv:1711.05101. w are the float32 master weights,
+or the params themselves without masters.
 
-Floor: 30 bytes a parameter of bfloat16 with float32 gradients (4 + 12 read, 12 + 2 written, with its master), 28 of
-float32 without a master. Nothing is saved: there is no gradient.
+Lower bound: 30 bytes per bfloat16 parameter with float32 gradients and masters (4 + 12 read, 12 + 2 written), 28 bytes
+per float32 parameter without masters. Not differentiable.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Unpack
@@ -45,29 +45,29 @@ def fused_adamw_(
     found_nonfinite: Tensor | None = None,
     backend: Backend | None = None,
 ) -> None:
-    """Makes one update of ``params``, ``masters``, ``exp_avgs`` and ``exp_avg_sqs``, in place.
+    """Updates ``params``, ``masters``, ``exp_avgs`` and ``exp_avg_sqs`` in place, without a host sync.
 
-    Every list has a tensor for each parameter, of its shape; a list has one dtype, and all are on one device. Nothing
-    waits for the device.
+    Every list has one tensor per parameter, in its shape. The tensors of a list have one dtype, and all are on one
+    device.
 
     Args:
-        params: contiguous; float32 or float64, or with masters any floating dtype.
-        masters: the weights that are updated, in float32 or float64, and then rounded to ``params``; None: params.
-        grads: floating; may be strided.
+        params: contiguous; float32 or float64, or with masters any floating-point dtype.
+        masters: the weights to update, in float32 or float64, which are then rounded to ``params``; None: params.
+        grads: floating point; may be strided.
         exp_avgs: first moments, contiguous, in the dtype of the weights; zeros before the first step.
-        exp_avg_sqs: second moments, likewise. In 16 bits they would stand still: 0.1 % of them is less than a rounding.
-        lr: the learning rate, by which decay is multiplied too.
-        betas: how much of each moment stays.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled.
-        step: the number of this update, from 1; one that ``found_nonfinite`` has stopped does not count.
-        grad_scale: one float, on the device: what gradients are multiplied by, to clip them or to undo a loss scale.
-        found_nonfinite: one number, on the device: unless it is 0, nothing is written.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        exp_avg_sqs: second moments, likewise. In 16 bits they would never change, as 0.1 % of them rounds to nothing.
+        lr: the learning rate, which also multiplies the weight decay.
+        betas: decay rates of the two moments.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay.
+        step: the number of this update, from 1; do not count updates skipped by ``found_nonfinite``.
+        grad_scale: one floating-point value on the device: multiplies gradients, for clipping or loss scaling.
+        found_nonfinite: one value on the device: unless it is 0, nothing is written.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Raises:
         ShapeError: tensors do not fit together, or a list has several dtypes.
-        ConfigError: a setting is out of range, or a CUDA graph is captured, which would repeat this step and rate.
+        ConfigError: a setting is out of range, or called during CUDA graph capture, which would freeze step and lr.
         BackendError: ``backend`` cannot run on the weights.
     """
     weights, copies = (params, []) if masters is None else (masters, params)

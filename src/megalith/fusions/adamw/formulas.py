@@ -1,10 +1,10 @@
-"""Formulas of ``adamw``, whose head states them.
+"""Implements the formulas stated in ``adamw``.
 
-w is a weight, g its gradient, m and v are its moments. Lists have a tensor for each parameter; ``copies``, the rounded
+w is a weight, g its gradient, m and v are its moments. Lists have one tensor per parameter; ``copies``, the rounded
 weights, may be empty.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Sequence
 from typing import NamedTuple, Unpack
@@ -21,7 +21,7 @@ MUTATED = ("weights", "copies", "exp_avgs", "exp_avg_sqs")
 
 
 class Operands(NamedTuple):
-    """Of the operator, a tensor of each parameter in a list; ``adamw`` says what ``settings`` are."""
+    """Operands of the operator, lists with one tensor per parameter; for ``settings`` see ``adamw``."""
 
     weights: list[Tensor]
     copies: list[Tensor]
@@ -34,13 +34,13 @@ class Operands(NamedTuple):
 
 
 def outputs(*_: Unpack[Operands]) -> None:
-    """No memory: an update writes into what is ``MUTATED``."""
+    """Allocates nothing: an update only writes to the ``MUTATED`` operands."""
 
 
 def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, settings: list[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """w, m and v after an update; the operations of ``torch.optim.AdamW``, in its order.
+    """w, m and v after an update, with the operations of ``torch.optim.AdamW`` in the same order.
 
-    ``settings`` are the learning rate, both betas, eps, the decay and the number of the update.
+    ``settings`` are the learning rate, both betas, eps, the weight decay and the number of the update.
     """
     lr, beta1, beta2, eps, decay, step = settings
     m = m.lerp(g, 1 - beta1)
@@ -76,7 +76,7 @@ def _aten(
     grad_scale: Tensor | None,
     found_nonfinite: Tensor | None,
 ) -> None:
-    """torch's fused operator; gradients are widened for it, and weights rounded after it, block by block."""
+    """torch's fused operator; gradients are widened before it and weights rounded after it, block by block."""
     lr, beta1, beta2, eps, decay, step = settings
     number = weights[0].new_full((), step, dtype=torch.float32)
 
@@ -85,7 +85,7 @@ def _aten(
             w, g, m, v, [], [number] * len(w), lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps,
             amsgrad=False, maximize=False, found_inf=found_nonfinite,
         )  # fmt: skip
-        torch.autograd.graph.increment_version((*w, *m, *v))  # torch's operator does not tell autograd that it wrote
+        torch.autograd.graph.increment_version((*w, *m, *v))  # torch's operator does not bump the version counters
 
     if not copies and grad_scale is None and grads[0].dtype == weights[0].dtype:
         update_(weights, [grad.contiguous() for grad in grads], exp_avgs, exp_avg_sqs)
@@ -100,7 +100,7 @@ def _aten(
 
 
 def _write_(pairs: Sequence[tuple[Tensor, Tensor]], found_nonfinite: Tensor | None) -> None:
-    """Copies the second of each pair to the first, unless ``found_nonfinite``."""
+    """Copies the second tensor of each pair to the first, unless ``found_nonfinite``."""
     for old, new in pairs:
         old.copy_(new if found_nonfinite is None else torch.where(found_nonfinite != 0, old, new.to(old.dtype)))
 
@@ -109,5 +109,5 @@ _traced = register_without_gradient("adamw_aten_", _aten, outputs, mutates=MUTAT
 
 
 def aten(*operands: Unpack[Operands]) -> None:
-    """``_aten``; an operator where torch.compile looks on: to pass five lists through one costs a tenth of a step."""
+    """``_aten``, as an operator only inside torch.compile: passing five lists through one costs a tenth of a step."""
     (_traced if torch.compiler.is_compiling() else _aten)(*operands)
