@@ -48,7 +48,7 @@ def bias_gelu_impl(
         input: [..., F], floating point; rows may be strided.
         bias: [F], or None.
         approximate: "tanh", or "none" for exact GELU, as in torch. The two differ by up to 5e-4.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.

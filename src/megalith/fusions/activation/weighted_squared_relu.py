@@ -43,7 +43,7 @@ def weighted_squared_relu_impl(input: Tensor, weights: Tensor, backend: Backend 
     Args:
         input: [..., F], floating point; rows may be strided.
         weights: [..., 1], same leading sizes and device; often float32 while ``input`` is bfloat16.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.

@@ -79,7 +79,7 @@ def fused_attention(
             capped.
         softcap: scores become ``softcap * tanh(score / softcap)``, within ±softcap; positive. torch's CPU kernels do
             not support it, so a CPU takes the reference, which holds all S x S scores of each head in memory.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         out [Sq, B, A, Dv] in the dtype of ``q``, and lse [B, A, Sq] in float32 (float64 for float64), including the

@@ -53,7 +53,7 @@ def bias_geglu_impl(
         input: [..., 2F], floating point: gate, then up.
         bias: [2F], or None.
         interleaved: the columns of ``input`` and ``bias`` alternate between gate and up.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.
@@ -86,7 +86,7 @@ def weighted_bias_quick_geglu_impl(
         linear_offset: added to up after clamping (1 in gpt-oss); not differentiable.
         clamp_value: upper bound of the gate, and bound of up on both sides, applied after the bias (7 in gpt-oss).
         interleaved: the columns of ``input`` and ``bias`` alternate between gate and up, as in Hugging Face's gpt-oss.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.

@@ -59,7 +59,7 @@ def glu(
         offset: added to up after clamping (1 in gpt-oss); not differentiable.
         clamp: upper bound of the gate, and bound of up on both sides, applied after the bias (7 in gpt-oss).
         interleaved: the columns of a packed ``x`` alternate between gate and up, as in Hugging Face's gpt-oss.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [..., F] in the dtype of ``x``.

@@ -64,7 +64,7 @@ def bias_swiglu_impl(
             fullgraph.
         clamp_value: upper bound of the gate, and bound of up on both sides, applied after the bias.
         interleaved: the columns of ``input`` and ``bias`` alternate between gate and up.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.

@@ -60,7 +60,7 @@ def bias_dropout_add_fused_train(
             ids: torch.manual_seed then reproduces the mask and ``torch.utils.checkpoint`` recomputes it, but the mask
             depends on the layout of ranks, and ranks with equal generator states have equal masks.
         feature_offset: index of this rank's first feature, for a tensor-parallel shard.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [..., H] in the dtype of ``residual``.

@@ -74,7 +74,7 @@ def fused_apply_mla_rope_for_q(
             computed once for all layers. With neither, token s uses row s.
         inverse: undoes the rotation, so it reads the layout that the rotation writes. Megatron's newer functions use
             the name for something else, with the same layout in both directions: see ``fused_mla_rope_out_of_place``.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Raises:
         ShapeError: the tensors do not fit together.

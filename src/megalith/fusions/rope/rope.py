@@ -66,7 +66,7 @@ def fused_rope(
         q_norm_weight, k_norm_weight: [D], gains of an RMSNorm of each head, applied before the rotation.
         eps: added to the mean square.
         zero_centered: gains are 1 + weight.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         q and k, contiguous, each in its shape and dtype; None if k is None.

@@ -49,7 +49,7 @@ def masked_softmax(
             addition to the other masks.
         scale: multiplies the scores before anything else.
         sink: [A], a logit per head that is part of the denominator but belongs to no key.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         Probabilities in the shape and dtype of ``scores``. A row sums to 1, or to less with a sink; a row without
