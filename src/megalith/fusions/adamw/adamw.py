@@ -47,8 +47,7 @@ def fused_adamw_(
 ) -> None:
     """Updates ``params``, ``masters``, ``exp_avgs`` and ``exp_avg_sqs`` in place, without a host sync.
 
-    Every list has one tensor per parameter, in its shape. The tensors of a list have one dtype, and all are on one
-    device.
+    Every list has one tensor per parameter, in its shape. A list has a single dtype, and all tensors are on one device.
 
     Args:
         params: contiguous; float32 or float64, or with masters any floating-point dtype.

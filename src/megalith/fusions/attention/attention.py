@@ -75,8 +75,7 @@ def fused_attention(
         packed_seq_params: tokens only see tokens of their own document. Either queries and keys are the same tokens; or
             the queries follow a cache, and the keys are the first Sk tokens of rows that may be longer. The latter has
             no gradient.
-        sink: [A], a score per head that is added to each softmax but has no value (an attention sink). It is not
-            capped.
+        sink: [A], an attention sink: a score per head, not capped, that is part of the denominator but has no value.
         softcap: scores become ``softcap * tanh(score / softcap)``, within ±softcap; positive. torch's CPU kernels do
             not support it, so a CPU takes the reference, which holds all S x S scores of each head in memory.
         backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
@@ -89,7 +88,7 @@ def fused_attention(
     Raises:
         ShapeError: the tensors do not fit together.
         ConfigError: a window limit below -1, or one that has no effect because of ``causal``; a scale or a softcap that
-            is not positive.
+            is not positive and finite.
         BackendError: ``backend`` cannot run on ``q``.
     """
     _check(q, k, v, packed_seq_params, sink)
@@ -217,7 +216,7 @@ _CAPPED_GRADIENTS: Fusion[_Gradients] = _without_aten(_GRADIENTS)
 
 
 def _checked_scale(q: Tensor, scale: float | None, softcap: float | None) -> float:
-    """Returns the scale, by default 1 / sqrt(D). Raises ConfigError for a scale or softcap that is not positive."""
+    """Returns the scale, by default 1 / sqrt(D). Raises ConfigError if it or the softcap is not positive and finite."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for name, factor in (("scale", scale), ("softcap", softcap)):
         if factor is not None and not 0.0 < factor < torch.inf:

@@ -1,4 +1,4 @@
-"""Runs a formula over blocks of rows that fit in a CPU's cache, so that each tensor is read from memory once.
+"""Runs a formula over blocks of rows that fit in a CPU's cache, so that each tensor passes through memory once.
 
 A formula in plain torch makes one pass over memory per operation. On blocks of half a megabyte per thread those passes
 stay in the caches, and the remaining memory traffic is that of a fused kernel: inputs and outputs, once.

@@ -62,7 +62,7 @@ class Fusion(Generic[Path]):
         whole: the path for tensors that fit in one block, where ``defaults`` ranks paths over blocks first. It must
             accept every operand.
         defaults: by device, the paths tried by default, in order; devices not listed take the reference. For a CPU, the
-            order is that of ``python -m benchmarks.fusions``, with and without a C++ compiler (each page of
+            order follows the timings of ``python -m benchmarks.fusions``, with and without a C++ compiler (each page of
             docs/fusions ends with the latest table); for a GPU, our kernels.
         backs: the gradient of each path by itself, for Megatron's ``torch.autograd.Function`` classes. It is called
             like the backward of the operator (``core.registration``) and records no gradient.
@@ -137,8 +137,7 @@ class Fusion(Generic[Path]):
     def why_not(self, backend: Backend, x: Operand, *, builds: bool = True) -> str | None:
         """Why ``x`` cannot take ``backend``, in one clause; None if it can.
 
-        With ``builds``, a test build determines whether a C++ compiler works; this takes seconds if torch's cache is
-        empty.
+        With ``builds``, a test build checks the C++ compiler, which takes seconds if torch's cache is empty.
         """
         if backend not in self.paths:
             return f"it has no such path, only {', '.join(self.paths)}"

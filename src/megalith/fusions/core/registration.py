@@ -185,8 +185,7 @@ def register_without_gradient(
     """Registers ``megalith::<name>``, an operator without a gradient; otherwise like ``Operator``.
 
     Args:
-        mutates: names of the inputs, tensors or lists of them, that ``function`` writes into; ``name`` then ends in
-            "_".
+        mutates: names of inputs, tensors or lists of them, that ``function`` writes into; ``name`` then ends in "_".
     """
     operator, implementation = _define(name, function, outputs, opaque, mutates)
     # autograd tracks an operator's in-place writes, but not those of a kernel

@@ -101,7 +101,7 @@ def gradient_into(
 
 
 def _of_rows(dloss: Tensor, whole: Tensor, part: Part, terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per row, [T, 1]: shift, factor of exp(x - shift), gradient at the target, and the smoothing term of each column."""
+    """Per row, [T, 1]: shift, factor of exp(x - shift), gradient at the target, and smoothing term of each column."""
     m, d, x_y = (one.unsqueeze(-1) for one in whole.unbind(-1)[:3])
     smoothing, z_loss = terms
     g = dloss.to(whole.dtype).unsqueeze(-1)

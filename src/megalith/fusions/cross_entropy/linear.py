@@ -70,8 +70,7 @@ def fused_linear_cross_entropy(
         sequence_parallel: ``x`` is [S/tp, ..., H], this rank's part of dim 0. It is gathered here, and its gradient is
             reduce-scattered. ``target`` is not split.
         chunk_size: tokens whose logits are in memory at a time, by default 4096; all on reference and compile paths.
-        label_smoothing: this and the following arguments are those of ``fused_vocab_parallel_cross_entropy``, where
-            columns correspond to the rows of ``weight``.
+        label_smoothing: this and the rest as in ``fused_vocab_parallel_cross_entropy``; columns are rows of ``weight``.
         smoothing: "torch" or "nemo".
         z_loss: the weight of lse^2.
         softcap: the bound of the logits.

@@ -25,7 +25,7 @@ __all__ = ["FUSION", "RowMap", "row_map"]
 class RowMap(NamedTuple):
     """The rows of each token, and the token of each row; all int32, on the device of the routing.
 
-    row_of           [T, E] for a map, [T, K] for indices: the row of this slot, -1 if it is not routed or dropped
+    row_of           [T, E] for a map, [T, K] for indices: the row of this slot, -1 if not routed, or dropped
     token_of         [R]: the token in this row, -1 in a gap: padding, or past the last routed token
     rows_per_expert  [E]: rows of each expert including padding, the sizes that grouped matrix products take
     """

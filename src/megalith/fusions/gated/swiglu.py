@@ -60,7 +60,7 @@ def bias_swiglu_impl(
         bias: [2F], or None.
         fp8_input_store: save the input for backward in 8 bits, with a scale per token; see ``glu_float8``.
         cpu_offload_input: offload the tensors saved for backward to CPU memory, pinned if they come from a GPU. Has no
-            effect for input on a CPU. torch.compile cannot trace it: it causes a graph break, or raises under
+            effect for input on a CPU. torch.compile cannot trace it: it breaks the graph, or raises under
             fullgraph.
         clamp_value: upper bound of the gate, and bound of up on both sides, applied after the bias.
         interleaved: the columns of ``input`` and ``bias`` alternate between gate and up.
@@ -216,7 +216,7 @@ class WeightedSwiGLUFunction(torch.autograd.Function):
 
 
 def _saved_on_cpu(x: Tensor) -> AbstractContextManager[object]:
-    """Offloads tensors saved by autograd to CPU memory, and copies them back when backward needs them."""
+    """Context that offloads tensors saved by autograd to CPU memory, and copies them back when backward needs them."""
     if torch.compiler.is_compiling():
         raise BackendError(functions.REFUSED_OFFLOAD)
     # pinned, because copies from pageable memory are several times slower

@@ -66,8 +66,7 @@ def fused_apply_mla_rope_for_q(
             which is the case is determined from the values on the CPU, and on other devices only [rows, emb_dim/2] is
             accepted. They are not differentiable, and must not require a gradient.
         qk_head_dim, emb_dim: number of columns that are not rotated, and of those that are.
-        cu_seqlens_q: int32 or int64 [N+1], boundaries of the packed documents, which determine the positions of [T,
-            ...].
+        cu_seqlens_q: int32 or int64 [N+1], boundaries of the packed documents, which determine positions in [T, ...].
         cp_rank, cp_size: for context parallelism, see ``positions_from_cu_seqlens``; with ``cu_seqlens_q`` only.
         rotary_interleaved: pairs are written where they were read, to 2i and 2i + 1.
         position_ids: int32 or int64 [S], [S, B] or [T], rows of the tables, instead of ``cu_seqlens_q``; can be

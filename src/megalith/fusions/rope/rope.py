@@ -61,7 +61,7 @@ def fused_rope(
         layout: which features form a pair: "neox" i and i + R/2 (Hugging Face's Llama), "interleaved" 2i and 2i + 1
             (RoFormer); "deepseek" reads 2i and 2i + 1 and writes i and i + R/2.
         rotary_dim: R, the number of leading columns that are rotated; the others are copied. Defaults to D.
-        inverse: rotates in the opposite direction.
+        inverse: undoes the rotation; with "deepseek" it reads the layout that the rotation writes.
         sections: how many of the R/2 pairs use the time, height and width position of a token (mRoPE).
         q_norm_weight, k_norm_weight: [D], gains of an RMSNorm of each head, applied before the rotation.
         eps: added to the mean square.

@@ -76,8 +76,7 @@ def fused_topk_router(
         backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
-        probs [T, K] in the dtype of ``logits``, computed in float32; indices [T, K], best first; and tokens_per_expert
-        [E].
+        probs [T, K] in the dtype of ``logits``, computed in float32; indices [T, K], best first; tokens_per_expert [E].
 
     Raises:
         ShapeError: the tensors do not fit together.
