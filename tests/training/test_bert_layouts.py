@@ -98,7 +98,7 @@ def test_an_encoder_learns_the_same_in_every_layout(option, layout, tmp_path):
 
 
 def let_tokens_attend_to_padding() -> Any:
-    return patch.object(BertModel, "_documents", lambda self, mask, documents: None)
+    return patch.object(BertModel, "_documents", lambda self, *given: None)
 
 
 def draw_masks_by_the_rank() -> Any:
