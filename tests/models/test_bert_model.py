@@ -282,7 +282,7 @@ def test_the_order_of_tokens_is_seen_both_ways():
         ({"attention_mask": torch.ones(1, 4).long()}, r"got torch.int64 \[1, 4\]; attention_mask.bool\(\) makes one"),
         (
             {"output": "embeddings", "packed_seq_params": PackedSeqParams.from_lengths([[2, 2]])},
-            "packed rows have several; pass attention_mask",
+            "packed rows hold several; pass attention_mask",
         ),
     ],
 )
@@ -302,7 +302,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments, message):
         (
             {"num_token_types": 2, "head": "classification", "num_classes": 3},
             {"labels": torch.zeros(1, 4).long()},
-            "labels are for bert.head=pretraining; bert.head=classification gives logits",
+            "labels are only for bert.head=pretraining; bert.head=classification returns logits",
         ),
     ],
 )

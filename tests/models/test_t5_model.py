@@ -310,8 +310,8 @@ PACKED = PairedDocuments.from_packed(*(PackedSeqParams.from_lengths([[size]]) fo
             {"decoder_attention_mask": torch.ones(2, 3).bool()},
             r"^decoder_attention_mask must be .*, \[1, 3\].*\[2, 3\]",
         ),
-        ({"decoder_tokens": torch.zeros(1, 0).long()}, "must have a token at least"),
-        ({"decoder_tokens": None, "labels": torch.zeros(1, 4).long()}, "are of decoder_tokens; pass these"),
+        ({"decoder_tokens": torch.zeros(1, 0).long()}, "must have at least one token"),
+        ({"decoder_tokens": None, "labels": torch.zeros(1, 4).long()}, "need decoder_tokens; pass it"),
         (
             {"dropout_key": DropoutKey(1, 2, torch.arange(4).view(1, 4))},
             r"ids of the encoder's and the decoder's rows, \[1, 7\]; got \[1, 4\]",

@@ -186,8 +186,8 @@ class BertModel(LanguageModel):
     def _check_given(self, tokens: Tensor, labels: Tensor | None, token_types: Tensor | None) -> None:
         if labels is not None and self.head != "pretraining":
             raise ShapeError(
-                f"labels are for bert.head=pretraining; bert.head={self.head} gives logits: leave labels out, and take "
-                "torch.nn.functional.cross_entropy of the logits and the classes"
+                f"labels are only for bert.head=pretraining; bert.head={self.head} returns logits: leave labels out, "
+                "and compute the loss from the logits with torch.nn.functional.cross_entropy"
             )
         check_labels(labels, tokens)
         bert = self.config.bert
@@ -199,8 +199,8 @@ class BertModel(LanguageModel):
             raise ShapeError("the mean of a row that is split over cp is on no rank; set parallel.context=1")
         if documents is not None:
             raise ShapeError(
-                "an embedding is of a row that is one text, and packed rows have several; pass attention_mask in place "
-                'of packed_seq_params, or take output="hidden" and the mean of each text'
+                "embeddings need one text per row, and packed rows hold several; pass attention_mask instead of "
+                'packed_seq_params, or average output="hidden" over each text'
             )
 
     def _predictions(

@@ -287,7 +287,7 @@ class T5Model(LanguageModel):
             if len(decoder_tokens) != len(tokens):
                 raise ShapeError(f"the decoder must have the encoder's {len(tokens)} rows; got {len(decoder_tokens)}")
             if decoder_tokens.shape[1] == 0:
-                raise ShapeError("decoder_tokens must have a token at least: a T5's decoder begins with padding")
+                raise ShapeError("decoder_tokens must have at least one token; a T5 decoder starts with padding")
         elif not (self.stage.has_embedding and self.stage.has_head):
             raise ShapeError("the encoder's output is asked of a whole model, and this is a stage; pass decoder_tokens")
 
@@ -364,4 +364,4 @@ def _check_of_decoder(labels: Tensor | None, decoder_mask: Tensor | None, decode
     if decoder_tokens is not None:
         check_labels(labels, decoder_tokens)
     elif labels is not None or decoder_mask is not None:
-        raise ShapeError("labels and decoder_attention_mask are of decoder_tokens; pass these, or leave them out")
+        raise ShapeError("labels and decoder_attention_mask need decoder_tokens; pass it, or leave both out")

@@ -42,7 +42,7 @@ def low_and_high(index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def key_of(seed: int, name: str) -> tuple[int, int]:
-    """Returns the Philox key of the random tensor ``name``: two words of a BLAKE2b hash, distinct for each name."""
+    """Returns the Philox key of the random tensor ``name``: two words of a BLAKE2b hash of both."""
     digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
