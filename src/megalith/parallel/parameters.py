@@ -138,7 +138,7 @@ def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
 def declared_parameters(*models: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
     """Yields (canonical name, parameter, declaration) for every parameter once, tied ones under their first name.
 
-    Several ``models`` are the chunks of one pipelined model and share their names. A name that an earlier chunk also
+    Several ``models`` are the chunks of one pipelined model and share one namespace. A name that an earlier chunk also
     has belongs to a declared copy of that parameter (``build_pipeline`` rejects any other), and is skipped.
 
     Raises:

@@ -236,7 +236,7 @@ def end_symmetric_dispatch(a2a: SymmetricA2A, left: Departure) -> tuple[Tensor, 
     """Returns rows [R, D] sorted by this rank's experts, their weights [R], and their routes.
 
     The host synchronizes with the device here to learn R. Without that, experts would have to compute the worst-case
-    number of rows, which is at least ep times that of even loads.
+    number of rows, which is over min(ep, E / K) times that of even loads.
 
     Raises:
         RuntimeError: another exchange has started since.

@@ -116,7 +116,7 @@ def _in_groups(kind: Kind, m: int, firsts: Sequence[int], chunks: Iterable[int] 
 
 
 def _alternate(first: list[Action], second: list[Action], num_warm_up: int) -> list[Action]:
-    """Returns ``num_warm_up`` actions of ``first``, then both lists alternately, then the rest of ``second``."""
+    """Returns up to ``num_warm_up`` of ``first``, then both lists alternately, then the rest of ``second``."""
     warm_up, rest = first[:num_warm_up], first[num_warm_up:]
     pairs = zip(rest, second, strict=False)
     return warm_up + [action for pair in pairs for action in pair] + second[len(rest) :]
