@@ -156,7 +156,7 @@ def upgraded(
 
 
 def _loss_scale(fields: JsonFields, steps: int) -> Mapping[str, Any]:
-    """Reads the loss scale's state after ``steps`` steps. More clean steps than that would never be reset."""
+    """Reads the loss scale's state; rejects more clean steps than ``steps``: a count past the window never resets."""
     fields.count("clean_steps", at_most=steps)
     return checked_loss_scale_state(fields)
 

@@ -33,7 +33,7 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
     """Counts the traffic of ``stage`` on each rank of ``layout`` that holds it, assuming even expert loads.
 
     Raises:
-        ConfigError: experts are recomputed or use DeepEP, for which traffic is not counted.
+        ConfigError: traffic of experts is not counted: they are recomputed, or as in ``moe_traffic``.
     """
     if config.model.moe is not None and config.train.recompute != "none":
         raise ConfigError("what layers with experts exchange is not counted with train.recompute")
