@@ -60,7 +60,7 @@ def fused_adamw_(
         eps: added to the square root of the second moment.
         weight_decay: decoupled weight decay.
         step: the number of this update, from 1; do not count updates skipped by ``found_nonfinite``.
-        grad_scale: one floating-point value on the device: multiplies gradients, for clipping or loss scaling.
+        grad_scale: one floating-point value on the device: multiplies gradients, to clip them or to undo a loss scale.
         found_nonfinite: one value on the device: unless it is 0, nothing is written.
         backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 

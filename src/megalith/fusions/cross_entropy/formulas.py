@@ -45,7 +45,7 @@ __all__ = [
     "statistics_outputs",
 ]
 
-SUM_SCALE = 2.0**-24  # for sums over the vocabulary, which has fewer than 2^24 entries
+SUM_SCALE = 2.0**-24  # for sums over the vocabulary, which has at most 2^24 entries
 
 
 def num_true_columns(num_columns: int, part: Part) -> int:

@@ -44,7 +44,7 @@ def calculate_predicted_logits(
     Returns:
         Bool [...], True if another rank holds the target; the target's column, int64 [T], 0 in that case; the shifted
         logit of the target, 0 in that case, and the sum of exponentials, concatenated along dimension 0: [2, ...] with
-            the first two dimensions flattened; the exponentials [..., V/tp].
+        the first two dimensions flattened; the exponentials [..., V/tp].
     """
     shifted = vocab_parallel_logits - logits_max.unsqueeze(-1)
     target_mask = (target < vocab_start_index) | (target >= vocab_end_index)
