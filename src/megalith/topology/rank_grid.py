@@ -69,7 +69,10 @@ class RankGrid:
         return {name: self.position(name, rank) for name in (*_JOINED, *single)}
 
     def groups(self, axes: str) -> list[list[int]]:
-        """Returns the groups of ranks that differ only along ``axes``, by first rank; each is ascending."""
+        """Returns the groups of ranks that differ only along ``axes``, by first rank.
+
+        Each is ascending, and every rank is in exactly one.
+        """
         strides, names = self._resolve(axes)
         others = [name for name in strides if name not in names]
         return [self._span(first, strides, names) for first in self._span(0, strides, others)]

@@ -103,11 +103,11 @@ class ParallelState:
         return [self._made_unless_alone(self._of_world(level), self.grid.single_axes(axes)) for level in levels]
 
     def embedding_group(self) -> ProcessGroup | None:
-        """Returns this pipeline's group with the embedding table. Raises TopologyError on a rank outside of it."""
+        """Returns this pipeline's group of ranks with the embedding table. Raises TopologyError on other ranks."""
         return self._group_of_some(self.embedding_ranks, _EMBEDDING)
 
     def position_embedding_group(self) -> ProcessGroup | None:
-        """Returns this pipeline's group with the position embeddings. Raises TopologyError on a rank outside of it."""
+        """Returns this pipeline's group of ranks with the position embeddings. Raises TopologyError on other ranks."""
         return self._group_of_some(self.position_embedding_ranks, _POSITION_EMBEDDING)
 
     def mesh(self, family: Family) -> DeviceMesh:
