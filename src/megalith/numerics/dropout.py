@@ -109,7 +109,7 @@ def attention_keep_mask(
     """Returns which attention probabilities to keep: bool [B, num_heads, Q, num_keys].
 
     ``key.tokens`` is [B, Q], the queries. ``head_offset`` is the global index of this rank's first head, ``key_offset``
-    the first key's position in its row. Raises ConfigError for a ``p`` outside [0, 1], or heads above 2^16.
+    the first key's position in its row. Raises ConfigError for a ``p`` outside [0, 1], or heads outside [0, 2^16).
     """
     if not 0 <= head_offset <= head_offset + num_heads <= _SITES:
         raise ConfigError(f"heads must be in [0, {_SITES}); got {num_heads} from {head_offset} on")
