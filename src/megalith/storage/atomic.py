@@ -19,7 +19,9 @@ __all__ = ["fsync_folder", "publish_file", "publish_folder", "write_json_atomic"
 
 @contextmanager
 def publish_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to; it replaces ``path`` at the end, and after an error ``path`` is unchanged.
+    """Yields a temporary path to write to, which replaces ``path`` at the end of the block.
+
+    After an error the temporary file is removed, and ``path`` is unchanged.
 
     Raises:
         StorageError: the finished file cannot be moved into place.
