@@ -19,8 +19,8 @@ def progress_line(record: Mapping[str, Any], steps: int, seconds_left: float) ->
 
     ``step 120/1,200  10%  loss  3.4121  grad norm  0.92  lr 3.00e-04  12.3k tokens/s  3.21 GiB  4 min 10 s left``
 
-    A loss that is not finite is shown as ``nan`` or ``inf``. The time left is omitted if ``seconds_left`` is not finite
-    (nothing measured yet). Compile time and experts add columns.
+    A loss may be negative, and one that is not finite is shown as ``nan`` or ``inf``. The time left is omitted if
+    ``seconds_left`` is not finite (nothing measured yet). Compile time and experts add columns.
     """
     step, total = record["step"], f"{steps:,}"
     columns = [

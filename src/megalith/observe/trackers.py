@@ -38,7 +38,7 @@ class _DrawsHistograms(Protocol):
     """Trackers that support histograms: all but MLflow."""
 
     def log_histograms(self, step: int, histograms: Mapping[str, Sequence[float]]) -> None:
-        """Logs histograms by name: the counts in bins 0, 1, ... of width 1."""
+        """Logs histograms by name: how much is in bins 0, 1, ... of width 1, not always a whole number."""
 
 
 class Trackers:
