@@ -130,7 +130,7 @@ def _settled(steps: Sequence[int], values: Sequence[float], phase: Phase) -> lis
 def _usual(values: Sequence[float], room: float = 0.1, least: float = 0.0) -> tuple[float, float] | None:
     """Axis limits for 99 % of ``values``, with a margin of ``room`` times their range on both sides.
 
-    The range is at least ``least`` times the median. None if there are no finite values, or if the range is zero.
+    The axis is at least ``least`` times the median long. None if no value is finite, or the axis would have no length.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

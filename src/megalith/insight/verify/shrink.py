@@ -33,7 +33,7 @@ _PRIME, _EVEN = 61, 64  # vocabulary sizes
 _MOST_CLASSES = 3  # fewer than a context-parallel rank's tokens of a row, so that records cannot confuse the two
 _WIDEST_STD = 0.1
 _SMALLEST_EPS = 1e-6
-_FEW_ROWS = 0.7  # less than balanced loads, so that even those need several passes
+_FEW_ROWS = 0.7  # less than balanced loads, so that even those take several turns
 
 # settings for the user's files, settings without effect in two steps, and settings that each small run sets itself
 _LEFT_OUT = (

@@ -173,7 +173,7 @@ def _ranks_needed(config: RunConfig) -> int:
 
 @contextmanager
 def _environment_of_ranks() -> Iterator[None]:
-    """Sets the environment with which the server that forks the ranks is started."""
+    """Inside the ``with`` block, the server that forks ranks starts with the environment variables that they need."""
     before = dict(os.environ)
     os.environ.update(_OF_RANKS)
     try:
