@@ -64,4 +64,4 @@ def test_the_preset_of_a_t5_has_two_stacks():
     assert model.t5 is not None
     encoder = model.num_layers * (4 * H * H + 3 * H * F + 2 * H) + H + 32 * model.num_attention_heads
     decoder = model.t5.num_decoder_layers * (8 * H * H + 3 * H * F + 3 * H) + H + 32 * model.num_attention_heads
-    assert encoder + decoder + vocab_size * H == 3_673_344
+    assert encoder + decoder + 2 * vocab_size * H == 4_197_632
