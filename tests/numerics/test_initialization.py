@@ -131,7 +131,7 @@ def test_a_rank_computes_little_more_than_its_slice(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "offset", "size", "message"),
     [
-        ([], [], [], r"w: a tensor of at least one dimension is wanted; got shape \[\]"),
+        ([], [], [], r"w: the tensor must have at least one dimension; got shape \[\]"),
         ([4, 4], [0], [4, 4], r"one number for each dimension of shape \[4, 4\]; got offset \[0\]"),
         ([4, 4], [0, 2], [4, 3], r"inside shape \[4, 4\]; got offset \[0, 2\] and size \[4, 3\]"),
         ([4], [-1], [2], r"inside shape \[4\]; got offset \[-1\]"),

@@ -83,7 +83,7 @@ class Dropout:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.p < 1.0:
-            raise ConfigError(f"p must be in [0, 1), the share of elements to drop; got {self.p}")
+            raise ConfigError(f"p must be in [0, 1), the fraction of elements to drop; got {self.p}")
 
 
 def name_number(name: str) -> int:
@@ -112,7 +112,7 @@ def attention_keep_mask(
     the first key's position in its row. Raises ConfigError for a ``p`` outside [0, 1], or heads outside [0, 2^16).
     """
     if not 0 <= head_offset <= head_offset + num_heads <= _SITES:
-        raise ConfigError(f"heads must be in [0, {_SITES}); got {num_heads} from {head_offset} on")
+        raise ConfigError(f"heads must be in [0, {_SITES}); got {num_heads} heads starting at {head_offset}")
     B, Q = key.tokens.shape
     heads = torch.arange(head_offset, head_offset + num_heads, device=key.tokens.device)
     sites = (key.site + _SITES * heads)[:, None].expand(B, num_heads, Q)
@@ -156,8 +156,8 @@ def philox_key(seed: int, step: int) -> tuple[int, int]:
     """
     if is_capturing():
         raise ConfigError(
-            f"a dropout key must not be captured in a CUDA graph, whose replays would all drop what step {step} drops; "
-            "give no key, so that torch's generator draws the mask, or capture without dropout"
+            f"a dropout key must not be captured in a CUDA graph, because every replay would drop the elements of step "
+            f"{step}; pass no key, so that torch's generator draws the mask, or capture without dropout"
         )
     low, high = key_of(seed, f"dropout:{step}")
     return low, high & 0x7FFFFFFF
@@ -174,7 +174,7 @@ def dropout(x: Tensor, p: float, key: DropoutKey, feature_offset: int = 0) -> Te
     Raises ShapeError if the shapes do not fit, ConfigError for a ``p`` outside [0, 1].
     """
     if x.dim() == 0 or x.shape[:-1] != key.tokens.shape:
-        raise ShapeError(f"x must be {[*key.tokens.shape, 'features']}, one row for each token id; got {list(x.shape)}")
+        raise ShapeError(f"x must be {[*key.tokens.shape, 'features']}, one row per token id; got {list(x.shape)}")
     _check_probability(p)
     if p == 0.0:
         return x

@@ -71,7 +71,7 @@ def normal_shard(
 
 def _check(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> None:
     if not shape:
-        raise ShapeError(f"{name}: a tensor of at least one dimension is wanted; got shape []; use [1]")
+        raise ShapeError(f"{name}: the tensor must have at least one dimension; got shape []; use [1]")
     if not len(shape) == len(offset) == len(size):
         raise ShapeError(
             f"{name}: offset and size must have one number for each dimension of shape {list(shape)}; "
