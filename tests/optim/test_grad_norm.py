@@ -134,7 +134,7 @@ def test_squares_of_many_float32_gradients_add_up_in_float64():
 
 def refuse_a_term_of_a_sum() -> None:
     parameter = with_gradient(DTensor.from_local(torch.ones(2), mesh_of((1, 1, 2))["tp"], [Partial()]))
-    with pytest.raises(ShapeError, match="must be summed first"):
+    with pytest.raises(ShapeError, match="must be reduced first"):
         local_squared_norm([parameter])
 
 

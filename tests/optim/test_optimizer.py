@@ -107,7 +107,7 @@ def test_overrides_that_agree_or_speak_of_other_fields_may_overlap():
 
 def test_overrides_that_disagree_are_refused():
     with pytest.raises(
-        ConfigError, match=r"disagree on max_lr of up\.bias: 'up\.\*' says 0\.5, '\*\.bias' says 0\.25; make one"
+        ConfigError, match=r"disagree on max_lr of up\.bias: 'up\.\*' sets 0\.5, '\*\.bias' sets 0\.25; make one"
     ):
         settings_of(single(), {"match": "up.*", "max_lr": 0.5}, {"match": "*.bias", "max_lr": 0.25})
     with pytest.raises(ConfigError, match=r"disagree on wd_mult of down\.weight"):
@@ -115,7 +115,7 @@ def test_overrides_that_disagree_are_refused():
 
 
 def test_overrides_that_match_nothing_are_refused_all_at_once():
-    with pytest.raises(ConfigError, match=r"match no parameter: bias, embed\*; patterns are over whole names"):
+    with pytest.raises(ConfigError, match=r"match no parameter: bias, embed\*; patterns must match whole names"):
         settings_of(single(), {"match": "embed*", "max_lr": 1.0}, {"match": "bias", "max_lr": 1.0}, {"match": "*.bias"})
 
 

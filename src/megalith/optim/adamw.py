@@ -14,6 +14,6 @@ def build_adamw(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
     named = dict(parameters)
     groups = decaying_groups(named.items(), config)
     settings = config.adamw
-    assert settings is not None, "optim.name says adamw"
+    assert settings is not None, "optim.name is adamw"
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=settings.betas, eps=settings.eps, fused=True)
     return TorchOptimizer(optimizer, named, ("exp_avg", "exp_avg_sq"), counts_updates=True)

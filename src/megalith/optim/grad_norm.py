@@ -52,10 +52,10 @@ def _counts_here(gradient: Tensor) -> bool:
     if not isinstance(gradient, DTensor):
         return True
     coordinate = gradient.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank only meets tensors of meshes that it belongs to"
+    assert coordinate is not None, "a rank only holds tensors of meshes that it belongs to"
     if any(placement.is_partial() for placement in gradient.placements):
         raise ShapeError(
-            f"a gradient placed {gradient.placements} must be summed first; shard_model does it in backward"
+            f"a gradient with placements {gradient.placements} must be reduced first; shard_model does it in backward"
         )
     return all(
         index == 0 for index, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()

@@ -79,14 +79,14 @@ def parameter_groups(parameters: NamedParameters, overrides: Sequence[ParamGroup
                     continue
                 if key in said and settings[key] != value:
                     raise ConfigError(
-                        f"optim.overrides disagree on {key} of {name}: {said[key]!r} says {settings[key]}, "
-                        f"{override.match!r} says {value}; make one of the patterns narrower"
+                        f"optim.overrides disagree on {key} of {name}: {said[key]!r} sets {settings[key]}, "
+                        f"{override.match!r} sets {value}; make one of the patterns narrower"
                     )
                 settings[key], said[key] = value, override.match
         groups.setdefault(tuple(sorted(settings.items())), []).append(parameter)
     if unused:
         raise ConfigError(
             f"optim.overrides match no parameter: {', '.join(sorted(unused))}; "
-            "patterns are over whole names, such as model.layers.0.self_attn.q_proj.weight"
+            "patterns must match whole names, such as model.layers.0.self_attn.q_proj.weight"
         )
     return [{"params": members, **dict(settings)} for settings, members in groups.items()]

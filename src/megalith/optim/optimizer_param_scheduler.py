@@ -101,7 +101,7 @@ class LearningRateSchedule:
                 f"lr_warmup_steps ({self.warmup_steps}) must be at least 0 and below lr_decay_steps ({end})"
             )
         if self.decay_steps is None and self.style in ("linear", "cosine", "WSD"):
-            problems.append(f"lr_decay_steps is missing; lr_decay_style={self.style!r} ends there")
+            problems.append(f"lr_decay_steps must be set with lr_decay_style={self.style!r}, which ends there")
         if self.style == "WSD":
             if self.wsd_decay_style not in _WSD_DECAYS:
                 names = ", ".join(_WSD_DECAYS)
@@ -219,7 +219,7 @@ class OptimizerParamScheduler:
     ) -> None:
         if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
             raise ConfigError(
-                "use_checkpoint_opt_param_scheduler and override_opt_param_scheduler exclude each other; give one"
+                "use_checkpoint_opt_param_scheduler and override_opt_param_scheduler are mutually exclusive; set one"
             )
         self.optimizer = optimizer
         self.num_steps = 0
@@ -319,18 +319,18 @@ class OptimizerParamScheduler:
         ours = self.state_dict()
         loaded = checked_scheduler_state(JsonFields(state, "scheduler"))
         if loaded.get("unit", self.unit) != self.unit:
-            raise CheckpointError(f"this scheduler counts {self.unit}, the loaded state {loaded['unit']}")
+            raise CheckpointError(f"this scheduler counts {self.unit}, but the loaded state counts {loaded['unit']}")
         constants = ours.keys() - {"num_steps", "unit"}
         changed = sorted(name for name in constants & loaded.keys() if loaded[name] != ours[name])
         listed = ", ".join(f"{name} {ours[name]} (loaded: {loaded[name]})" for name in changed)
         if changed and not self._use_checkpoint and not self._override:
             raise ConfigError(
-                f"the loaded state has other constants: {listed}; give the same ones, "
-                "or use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
+                f"the loaded state has different constants: {listed}; use the same ones, "
+                "or set use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
             )
         if changed and self._override:
             # debug only: the run reports changed settings itself, by their own names
-            log.debug("the schedule goes on with changed constants: %s", listed)
+            log.debug("the schedule continues with changed constants: %s", listed)
         if self._use_checkpoint:
             self._set_constants(ours | {name: loaded[name] for name in changed})
         self.num_steps = loaded["num_steps"]

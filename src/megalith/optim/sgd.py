@@ -20,7 +20,7 @@ def build_sgd(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
     named = dict(parameters)
     groups = decaying_groups(named.items(), config)
     settings = config.sgd
-    assert settings is not None, "optim.name says sgd"
+    assert settings is not None, "optim.name is sgd"
     optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=settings.momentum, nesterov=settings.nesterov)
     moments = ("momentum_buffer",) if settings.momentum else ()
     return TorchOptimizer(optimizer, named, moments, counts_updates=False)
