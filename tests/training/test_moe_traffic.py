@@ -167,13 +167,16 @@ def both(passes: Passes) -> Counter[Any]:
         (
             {"parallel": {"expert": 2, "dispatch": {"method": "flex"}}, "precision": {"dtype": "bfloat16"}}
             | {"experimental": ["deep_ep"]},
-            "exchanged through DeepEP is not counted; .*all_to_all is",
+            "traffic through DeepEP is not counted; use .*all_to_all",
         ),
         (
             {"parallel": {"expert": 2, "dispatch": {"method": "symmetric"}}, "experimental": ["symmetric_memory"]},
-            "exchanged through torch's symmetric memory is not counted; .*all_to_all is",
+            "traffic through torch's symmetric memory is not counted; use .*all_to_all",
         ),
-        ({"parallel": {"expert": 2, "dispatch": {"max_rows": 0.5}}}, "max_rows=0.5 even loads take several turns"),
+        (
+            {"parallel": {"expert": 2, "dispatch": {"max_rows": 0.5}}},
+            "max_rows=0.5, balanced loads take several rounds",
+        ),
     ],
 )
 def test_what_is_not_counted_is_said(changes, message, tmp_path):

@@ -174,7 +174,7 @@ def test_queries_after_a_cache_see_through_a_window_what_they_would_without_one(
 
 @pytest.mark.parametrize("window", [0, -1])
 def test_a_window_of_nothing_is_refused(window):
-    with pytest.raises(ConfigError, match=rf"query's own key at least; got window={window}; use 1 or more"):
+    with pytest.raises(ConfigError, match=rf"at least the query's own key; got window={window}; use 1 or more"):
         AttentionMask(window=window)
     with pytest.raises(ConfigError, match=rf"got window={window}"):
         built(0.0, window=window)(*qkv(torch.float64), LayerContext())
@@ -183,15 +183,15 @@ def test_a_window_of_nothing_is_refused(window):
 def test_a_prefix_beside_a_window_or_without_the_causal_rule_is_refused():
     prefix = Prefix.of([1], 4)
     for wrong in ({"window": 2}, {"causal": False}):
-        with pytest.raises(ConfigError, match="without a window; leave one of them out"):
+        with pytest.raises(ConfigError, match="combined with a window or causal=False; leave one of them out"):
             AttentionMask(prefix=prefix, **wrong)
-    with pytest.raises(ConfigError, match="without a window; leave one of them out"):
+    with pytest.raises(ConfigError, match="combined with a window or causal=False; leave one of them out"):
         AttentionMask(prefix=prefix).within(2)
 
 
 @pytest.mark.parametrize("lengths", [[5, 1], [0, -1]])
 def test_a_prefix_that_its_row_does_not_hold_is_refused(lengths):
-    with pytest.raises(ConfigError, match=r"from 0 to 4 tokens, those of its row; got \["):
+    with pytest.raises(ConfigError, match=r"0 to 4 tokens, at most a whole row; got \["):
         Prefix.of(lengths, 4)
 
 
@@ -202,7 +202,7 @@ def test_a_prefix_of_packed_documents_is_refused_in_training_and_evaluation_alik
         documents=PackedSeqParams.from_lengths(LENGTHS),
         token_dropout_key=key(),
     )
-    with pytest.raises(ConfigError, match="one document; leave packed documents out"):
+    with pytest.raises(ConfigError, match="a single document each; leave packed documents out"):
         built(p)(*qkv(torch.float64), context)
 
 
@@ -211,7 +211,7 @@ def test_dropout_or_a_prefix_after_a_cache_is_refused(what):
     q, k, v = qkv(torch.float64)
     prefix = AttentionMask(prefix=Prefix.of([2] * B, S))
     context = LayerContext(token_dropout_key=key()) if what == "dropout" else LayerContext(mask=prefix)
-    with pytest.raises(ShapeError, match="these queries follow a cache; leave it out"):
+    with pytest.raises(ShapeError, match="need whole rows and do not support a cache; leave the cache out"):
         built(0.3)(q[-1:], k, v, context)
 
 

@@ -93,7 +93,7 @@ def test_dropout_without_padding_drops_shares_of_what_is_seen():
 
 
 def test_without_an_encoder_it_is_an_error():
-    with pytest.raises(ConfigError, match="needs an encoder's output"):
+    with pytest.raises(ConfigError, match="needs the encoder's output; set encoder"):
         built()(states(2, 2)[0], LayerContext())
 
 
@@ -113,5 +113,5 @@ def test_tokens_of_padded_rows_see_the_tokens_of_the_other_row():
 
 
 def test_other_numbers_of_rows_are_refused():
-    with pytest.raises(ShapeError, match="as many rows; got 1 and 2"):
+    with pytest.raises(ShapeError, match="the same number of rows; got 1 and 2"):
         PairedDocuments.from_packed(*(PackedSeqParams.from_lengths([[3]] * rows) for rows in (1, 2)))

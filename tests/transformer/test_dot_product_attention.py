@@ -229,9 +229,11 @@ def test_rows_split_over_ranks_keep_the_mask_and_the_window_of_their_layer(mask,
 
 def refuse_over_ranks() -> None:
     core, (q, k, v) = DotProductAttention(0.0, 0, None, dist.group.WORLD), qkv(length=4)
-    with pytest.raises(ShapeError, match=r"context parallelism is of whole rows, and these queries follow a cache"):
+    with pytest.raises(ShapeError, match=r"context parallelism needs whole rows and does not support a cache"):
         core(q[-2:], k, v, LayerContext())
-    with pytest.raises(ConfigError, match=r"context parallelism has no prefix .*; set parallel.context=1"):
+    with pytest.raises(
+        ConfigError, match=r"context parallelism does not support a bidirectional prefix; set parallel.context=1"
+    ):
         core(q, k, v, LayerContext(AttentionMask(prefix=Prefix.of([1, 2, 0], 8))))
 
 

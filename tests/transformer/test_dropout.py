@@ -64,7 +64,9 @@ def test_places_of_other_names_drop_other_elements_and_of_one_name_the_same():
 
 
 def test_a_place_that_nobody_named_is_refused():
-    with pytest.raises(ConfigError, match=r"has no name to draw masks by; call name_dropout_sites_\(model\) first"):
+    with pytest.raises(
+        ConfigError, match=r"needs a name to derive masks from; call name_dropout_sites_\(model\) first"
+    ):
         DropoutSite(0.5).of(key())
 
 

@@ -41,6 +41,6 @@ def test_the_keys_of_a_head_follow_each_other_in_memory():
 def test_more_tokens_than_it_has_room_for_are_refused():
     cache = KVCache(4)
     cache.append(torch.zeros(3, 1, 1, 2), torch.zeros(3, 1, 1, 2))
-    with pytest.raises(ShapeError, match="the cache has room for 4 tokens, and these make 5; make it larger"):
+    with pytest.raises(ShapeError, match="the cache has room for 4 tokens; got 5; increase its capacity"):
         cache.append(torch.zeros(2, 1, 1, 2), torch.zeros(2, 1, 1, 2))
     assert cache.num_tokens == 3

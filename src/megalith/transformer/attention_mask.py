@@ -37,9 +37,7 @@ class Prefix:
     def of(cls, lengths: Sequence[int], seq_length: int) -> "Prefix":
         """Creates prefixes of ``lengths`` tokens, one per row. Raises ConfigError for a length outside [0, S]."""
         if any(not 0 <= length <= seq_length for length in lengths):
-            raise ConfigError(
-                f"a prefix must have from 0 to {seq_length} tokens, those of its row; got {list(lengths)}"
-            )
+            raise ConfigError(f"a prefix must have 0 to {seq_length} tokens, at most a whole row; got {list(lengths)}")
         rows = [[part for part in (length, seq_length - length) if part] for length in lengths]
         covers = torch.arange(seq_length) < torch.tensor(lengths).unsqueeze(1)
         return cls(PackedSeqParams.from_lengths(rows), covers)
@@ -64,11 +62,12 @@ class AttentionMask:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ConfigError(
-                f"a window must hold the query's own key at least; got window={self.window}; use 1 or more"
+                f"a window must include at least the query's own key; got window={self.window}; use 1 or more"
             )
         if self.prefix is not None and (self.window is not None or not self.causal):
             raise ConfigError(
-                "a prefix is read both ways and the rest is causal, without a window; leave one of them out"
+                "a prefix is bidirectional and the rest of its row causal, so it cannot be combined with a window or "
+                "causal=False; leave one of them out"
             )
 
     def within(self, window: int | None) -> "AttentionMask":

@@ -60,7 +60,7 @@ class CrossAttention(nn.Module):
         """
         groups, encoder = self.options.pg_collection, context.encoder
         if encoder is None:
-            raise ConfigError("cross attention needs an encoder's output; give the layer context one")
+            raise ConfigError("cross attention needs the encoder's output; set encoder in the LayerContext")
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [Sd, B, H]
         q = self._heads(self.q_proj(x))  # [Sd, B, A/tp, D]
         kept = None if context.cache is None else context.cache.cross

@@ -81,9 +81,9 @@ class DotProductAttention(nn.Module):
         if dropout is None and bias is None and mask.prefix is None:
             return self._fused(q, k, v, sink, mask, documents)
         if q.shape[0] != k.shape[0] and (dropout is not None or mask.prefix is not None):
-            raise ShapeError("dropout and a prefix are of whole rows, and these queries follow a cache; leave it out")
+            raise ShapeError("dropout and a prefix need whole rows and do not support a cache; leave the cache out")
         if mask.prefix is not None and documents is not None:
-            raise ConfigError("a prefix is of a row that is one document; leave packed documents out")
+            raise ConfigError("a prefix needs rows of a single document each; leave packed documents out")
         if dropout is None and bias is None:
             return self._with_prefix(q, k, v, sink, mask)
         seen = mask.visible(k.shape[0], q.device, documents, q.shape[0])
@@ -130,9 +130,9 @@ class DotProductAttention(nn.Module):
         dropout: Dropout | None,
     ) -> Tensor:
         if q.shape[0] != k.shape[0]:
-            raise ShapeError("context parallelism is of whole rows, and these queries follow a cache; leave it out")
+            raise ShapeError("context parallelism needs whole rows and does not support a cache; leave the cache out")
         if mask.prefix is not None:
-            raise ConfigError("context parallelism has no prefix that is read both ways; set parallel.context=1")
+            raise ConfigError("context parallelism does not support a bidirectional prefix; set parallel.context=1")
         sink, bias = sink_and_bias
         # not traced: the compiler would break the overlap of communication and computation
         attend = torch.compiler.disable(context_attention)
@@ -156,7 +156,7 @@ class DotProductAttention(nn.Module):
 
     def _with_prefix(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: AttentionMask) -> Tensor:
         """Combines two fused calls: queries within the prefix see all of it, those after it are causal."""
-        assert mask.prefix is not None, "the caller has looked"
+        assert mask.prefix is not None, "checked by the caller"
         within = self._fused(q, k, v, sink, BIDIRECTIONAL, mask.prefix.documents)
         after = self._fused(q, k, v, sink, CAUSAL, None)
         covers = mask.prefix.covers.t()[..., None, None]  # [S, B, 1, 1]

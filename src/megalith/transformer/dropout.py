@@ -33,7 +33,7 @@ class DropoutSite(nn.Module):
         if key is None or self.p == 0.0 or not self.training:
             return None
         if self.number is None:
-            raise ConfigError("a dropout site has no name to draw masks by; call name_dropout_sites_(model) first")
+            raise ConfigError("a dropout site needs a name to derive masks from; call name_dropout_sites_(model) first")
         return Dropout(self.p, key.named(self.number))
 
     def extra_repr(self) -> str:
@@ -44,7 +44,7 @@ def name_dropout_sites_(model: nn.Module) -> None:
     """Assigns every dropout site of ``model`` its canonical name; whole models call it at construction."""
     sites = {name: module for name, module in model.named_modules() if isinstance(module, DropoutSite)}
     numbers = {name: name_number(name) for name in sites}
-    assert len(set(numbers.values())) == len(numbers), "two names hash alike, which happens once in 2^63"
+    assert len(set(numbers.values())) == len(numbers), "two dropout sites have the same 63-bit hash of their names"
     for name, site in sites.items():
         site.number = numbers[name]
 

@@ -32,7 +32,7 @@ class LearnedPositions(ReplicatedEmbedding):
     """Learned position embeddings; the first ``config.position_offset`` rows are not used."""
 
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
-        assert config.max_position_embeddings is not None, "the config was validated"
+        assert config.max_position_embeddings is not None, "validated together with learned_absolute"
         super().__init__(config.position_offset + config.max_position_embeddings, config, options)
         self.offset = config.position_offset
 

@@ -84,5 +84,5 @@ class EncoderOutput:
 def _check_rows(encoder: PackedSeqParams, decoder: PackedSeqParams) -> None:
     if encoder.batch_size != decoder.batch_size:
         raise ShapeError(
-            f"an encoder and its decoder must have as many rows; got {encoder.batch_size} and {decoder.batch_size}"
+            f"encoder and decoder must have the same number of rows; got {encoder.batch_size} and {decoder.batch_size}"
         )

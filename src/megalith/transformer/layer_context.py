@@ -44,7 +44,7 @@ class KVCache:
         """
         start, end = self.num_tokens, self.num_tokens + newest[0].shape[0]
         if end > self.capacity:
-            raise ShapeError(f"the cache has room for {self.capacity} tokens, and these make {end}; make it larger")
+            raise ShapeError(f"the cache has room for {self.capacity} tokens; got {end}; increase its capacity")
         if not self.held:
             self.held = tuple(map(self._room_for, newest))
         for whole, x in zip(self.held, newest, strict=True):

@@ -53,7 +53,7 @@ class MLASelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         mla, A, H, groups = config.mla, config.num_attention_heads, config.hidden_size, options.pg_collection
-        assert mla is not None, "the layer's spec has looked"
+        assert mla is not None, "checked by the layer spec"
         tp = groups.size("tp")
         if A % tp:
             raise ShapeError(
@@ -141,7 +141,7 @@ class MLASelfAttention(nn.Module):
 
     def _attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, held: Tensor, context: LayerContext) -> Tensor:
         """``_attend`` directly over the cache ``held`` [Sk, B, 1, Z + R], as one key and value for all heads."""
-        assert self.kv_b_proj.weight is not None, "it is its own"
+        assert self.kv_b_proj.weight is not None, "kv_b_proj has its own weight"
         weight = local(self.kv_b_proj.weight).unflatten(0, (-1, self.head_parts[0] + self.value_size))
         to_key, to_value = weight.split((self.head_parts[0], self.value_size), dim=1)  # [A/tp, N, Z], [A/tp, Dv, Z]
         q = torch.cat((torch.einsum("sban,anz->sbaz", q_nope, to_key), q_rope), dim=-1)  # [Sq, B, A/tp, Z + R]

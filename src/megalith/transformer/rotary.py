@@ -60,7 +60,7 @@ def _table(
 ) -> RotaryTable:
     if positions.dim() < 3:
         return RotaryTable(*rope_cos_sin(positions.t(), frequencies, concentration))
-    assert sections is not None, "the model refuses three streams of positions without sections"
+    assert sections is not None, "the model rejects 3-D position_ids without sections"
     of_streams = [
         rope_cos_sin(stream.t(), its_pairs, concentration)  # [S, B, pairs of the stream] each
         for stream, its_pairs in zip(positions, frequencies.split(list(sections)), strict=True)

@@ -78,7 +78,7 @@ def attend(
         scores = torch.cat((scores, sink), dim=-1)  # [B, A, Sq, Sk + 1]
     probs = torch.softmax(scores, dim=-1)[..., :Sk]
     if dropout is not None:
-        assert dropout.key is not None, "a dropout site gives one"
+        assert dropout.key is not None, "set by DropoutSite"
         probs = attention_dropout(probs, dropout.p, dropout.key, head_offset)
     out = (probs.to(v.dtype) @ v).masked_fill_(blind, 0.0)
     return out.permute(2, 0, 1, 3)  # [Sq, B, A, D]

@@ -24,7 +24,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
-            raise ConfigError(f"a stage holds layers [first, last), one or more; got [{self.first}, {self.last})")
+            raise ConfigError(f"a stage must have at least one layer, [first, last); got [{self.first}, {self.last})")
 
     @classmethod
     def whole(cls, num_layers: int) -> "Stage":
@@ -39,9 +39,10 @@ class Stage:
     def check_fits(self, num_layers: int) -> None:
         """Raises ConfigError if a model of ``num_layers`` layers cannot have this stage."""
         if self.last > num_layers:
-            raise ConfigError(f"the stage [{self.first}, {self.last}) goes past the model's {num_layers} layers")
+            raise ConfigError(f"the stage [{self.first}, {self.last}) extends past the model's {num_layers} layers")
         if (self.has_embedding and self.first != 0) or (self.has_head and self.last != num_layers):
             raise ConfigError(
-                f"the embedding goes before layer 0 and the head after layer {num_layers - 1}; the stage "
-                f"[{self.first}, {self.last}) has {'the embedding' if self.has_embedding else 'the head'}"
+                f"the embedding must be in the stage with layer 0 and the head in the one with layer {num_layers - 1}; "
+                f"the stage [{self.first}, {self.last}) has "
+                f"{'the embedding' if self.has_embedding and self.first != 0 else 'the head'}"
             )

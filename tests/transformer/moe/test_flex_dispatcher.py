@@ -91,7 +91,7 @@ def without_an_exchange() -> str:
 
 
 def test_without_an_exchange_it_is_refused():
-    assert all("give one, or use all_to_all" in message for message in ranks(2, without_an_exchange))
+    assert all("pass one, or use all_to_all" in message for message in ranks(2, without_an_exchange))
 
 
 def test_without_deep_ep_the_error_says_where_it_is_from():

@@ -55,7 +55,9 @@ def test_what_is_no_expert_is_refused_in_a_replayed_routing(index, settings):
     router = router_of(**settings)
     replayed = router(x_of(S, B), CONTEXT).indices.clone()
     replayed[7, 1] = index
-    with pytest.raises(ShapeError, match=rf"replayed must hold experts from 0 to 7, or, .*; got {index}; a token that"):
+    with pytest.raises(
+        ShapeError, match=rf"replayed must hold expert indices from 0 to 7, or 8 \+ e .*; got {index}; if a token"
+    ):
         router(x_of(S, B), CONTEXT, replayed=replayed)
 
 
@@ -64,7 +66,7 @@ def test_an_expert_that_a_token_names_twice_is_refused_in_a_replayed_routing(dro
     router = router_of()
     replayed = router(x_of(S, B), CONTEXT).indices.clone()
     replayed[7, 1] = replayed[7, 0] + dropped
-    with pytest.raises(ShapeError, match=r"must hold different experts for each token; got \[.*\] of token 7"):
+    with pytest.raises(ShapeError, match=r"must hold distinct experts for each token; got \[.*\] for token 7"):
         router(x_of(S, B), CONTEXT, replayed=replayed)
 
 

@@ -108,7 +108,7 @@ def test_published_scaling_of_other_activations_is_off_by_percents_and_says_so(a
     got, want = outputs(shape, how)
     assert 1e-2 < worst(got, want) / float(want.abs().max()) < 0.3
     assert list(inexact_for(shape, how)) == [
-        f"published scaling is exact for squared_relu and relu, and not for {activation}"
+        f"published scaling is exact only for squared_relu and relu, not for {activation}"
     ]
 
 
@@ -119,7 +119,7 @@ def test_weights_of_softmax_over_all_experts_are_taken_to_be_those_of_equal_logi
     assert EXACT < worst(got, want) < 1e-2
     assert worst(*outputs(shape, Upcycling(0))) > 0.1
     assert list(inexact_for(shape, Upcycling(0))) == [
-        "the router's weights do not add up to a constant; they are taken to be those of equal logits"
+        "the router's weights do not sum to a constant; they are assumed to be those of equal logits"
     ]
     # all of them add up to 1
     assert worst(*outputs(with_experts("swiglu", (8, 12, 8), router={"pre_softmax": True}), Upcycling(0))) < EXACT
@@ -129,7 +129,7 @@ def test_a_top_k_that_leaves_shards_out_says_so():
     shape = with_experts("swiglu", (8, 12, 3))
     [reason] = inexact_for(shape, Upcycling(0))
     assert reason == (
-        "model.moe.top_k (3) is not a multiple of the 2 shards of an MLP, so that tokens miss shards; 4 is one"
+        "model.moe.top_k (3) is not a multiple of the 2 shards of an MLP, so tokens miss some shards; use 4"
     )
     assert worst(*outputs(shape, Upcycling(0))) > 0.01
 
@@ -137,9 +137,9 @@ def test_a_top_k_that_leaves_shards_out_says_so():
 def test_groups_that_part_shards_and_capacity_say_so():
     shape = with_experts("swiglu", (8, 6, 4), router={"num_groups": 4, "group_topk": 2}, capacity={"factor": 1.0})
     assert list(inexact_for(shape, Upcycling(0, noise=0.1))) == [
-        "model.moe.router.num_groups (4) parts shards of one MLP",
+        "model.moe.router.num_groups (4) puts shards of one MLP into different groups",
         "tokens past model.moe.capacity are dropped",
-        "noise of 0.1 was asked for",
+        "noise of 0.1 is added to the experts' weights",
     ]
 
 
@@ -183,19 +183,19 @@ def test_rows_of_the_router_are_those_of_a_new_one_repeated_for_the_shards_of_a_
 @pytest.mark.parametrize(
     ("dense", "changes", "says"),
     [
-        ({"moe": {"num_experts": 4}}, {}, r"upcycling needs a dense model; this one has 4 experts"),
+        ({"moe": {"num_experts": 4}}, {}, r"upcycling needs a dense model; this one already has 4 experts"),
         ({}, {"moe": None}, r"upcycling needs experts; got none; set model\.moe\.num_experts=8"),
-        ({}, {"ffn_hidden_size": 48}, r"must not change .*; got model\.ffn_hidden_size from 24 to 48; leave that out"),
+        ({}, {"ffn_hidden_size": 48}, r"must not change .*; got model\.ffn_hidden_size from 24 to 48; leave these out"),
         ({}, {"moe": {"num_experts": 8, "latent_size": 8}}, r"leave model\.moe\.latent_size out"),
         (
             {},
             {"moe": {"num_experts": 8, "ffn_hidden_size": 7}},
-            r"ffn_hidden_size \(7\) must divide the inner width of the MLP \(24\); use 24, 12, 8, 6, 4, 3",
+            r"ffn_hidden_size \(7\) must divide model.ffn_hidden_size \(24\); use 24, 12, 8, 6, 4, 3",
         ),
         (
             {},
             {"moe": {"num_experts": 8, "ffn_hidden_size": 8}},
-            r"num_experts \(8\) must be a multiple of the 3 shards .* width 24 makes; use 9",
+            r"num_experts \(8\) must be a multiple of 3, the number of shards .* width 24; use 9",
         ),
     ],
 )

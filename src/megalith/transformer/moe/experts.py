@@ -40,7 +40,7 @@ class GroupedMLP(DeclaringModule):
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         super().__init__()
         moe = config.moe
-        assert moe is not None, "a layer with experts is of a model with model.moe"
+        assert moe is not None, "only built for models with model.moe"
         E, F, D = moe.num_experts, config.expert_ffn_hidden_size, moe.latent_size or config.hidden_size
         self.activation, self.gate_activation, self.gating = config.activation, config.gate_activation, config.glu
         self.has_bias = config.mlp_bias

@@ -45,7 +45,7 @@ class MoELayer(nn.Module):
     def __init__(self, config: TransformerConfig, options: BuildOptions, *, layer: int) -> None:
         super().__init__()
         moe, H = config.moe, config.hidden_size
-        assert moe is not None, "a layer with experts is of a model with model.moe"
+        assert moe is not None, "only built for models with model.moe"
         self.num_experts, self.groups = moe.num_experts, options.pg_collection
         self.top_k, self.capacity = moe.top_k, moe.capacity
         self.max_rows = options.dispatch.max_rows

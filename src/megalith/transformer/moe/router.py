@@ -47,7 +47,7 @@ class TopKRouter(DeclaringModule):
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, layer: int) -> None:
         super().__init__()
-        assert config.moe is not None, "a router is built for a model with experts"
+        assert config.moe is not None, "only built for models with model.moe"
         self.num_experts, self.top_k = config.moe.num_experts, config.moe.top_k
         self.router, self.capacity = config.moe.router, config.moe.capacity
         self.layer = layer
@@ -126,7 +126,7 @@ class TopKRouter(DeclaringModule):
     def _logits(self, x: Tensor, context: LayerContext) -> Tensor:
         """[T, H] -> [T, E], float32 or wider."""
         if (jitter := self.jitter.of(context.hidden_dropout_key)) is not None:
-            assert jitter.key is not None, "a site that draws has a key"
+            assert jitter.key is not None, "an active dropout site has a key"
             # not traced: Inductor shifts Philox's integers as floats, which does not compile in its C++ (torch 2.13)
             noise = torch.compiler.disable(uniform)(jitter.key, x.shape[1]).view(x.shape)
             x = x * (1.0 + jitter.p * (2.0 * noise - 1.0))
@@ -145,7 +145,7 @@ class TopKRouter(DeclaringModule):
                 ids = torch.arange(len(logits), device=logits.device) if key is None else key.tokens.reshape(-1)
                 indices = choose_in_turn(ids, self.top_k, self.num_experts)
             case "quantile":
-                assert self.quantile_offsets is not None, "the constructor has declared them"
+                assert self.quantile_offsets is not None, "declared in the constructor"
                 offsets = self.quantile_offsets.to(logits.dtype)
                 indices = largest_of_rows(logits - offsets, self.top_k)
                 if self.training:
@@ -213,7 +213,7 @@ class TopKRouter(DeclaringModule):
 
         def until_now() -> Tensor:
             total = record.step.total("choices_of_all_ranks", self.layer)
-            assert total is not None, "this micro-batch's are among them"
+            assert total is not None, "includes those of this micro-batch"
             return total
 
         return record.kept("choices_so_far", self.layer, until_now)
@@ -231,16 +231,16 @@ def _check_experts(replayed: Tensor | None, num_experts: int) -> None:
     least, greatest = torch.stack(replayed.aminmax()).tolist()
     if least < 0 or greatest >= 2 * num_experts:
         raise ShapeError(
-            f"replayed must hold experts from 0 to {num_experts - 1}, or, of a choice that was dropped, {num_experts} "
-            f"more than its expert; got {least if least < 0 else greatest}; a token that chose fewer than its "
-            "top_k experts has dropped choices in place of the others"
+            f"replayed must hold expert indices from 0 to {num_experts - 1}, or {num_experts} + e for a dropped choice "
+            f"of expert e; got {least if least < 0 else greatest}; if a token chose fewer than top_k experts, "
+            "fill up with dropped choices"
         )
     experts = (replayed % num_experts).sort(dim=1).values
     if (twice := (experts[:, 1:] == experts[:, :-1]).any(dim=1)).any():
         token = int(twice.nonzero()[0])
         raise ShapeError(
-            f"replayed must hold different experts for each token; got {replayed[token].tolist()} of token {token}, "
-            f"where an index from {num_experts} on is a dropped choice of the expert that is {num_experts} less"
+            f"replayed must hold distinct experts for each token; got {replayed[token].tolist()} for token {token}, "
+            f"where index {num_experts} + e is a dropped choice of expert e"
         )
 
 

@@ -22,7 +22,7 @@ class SharedExpertMLP(MLP):
 
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         moe = config.moe
-        assert moe is not None, "a layer with experts is of a model with model.moe"
+        assert moe is not None, "only built for models with model.moe"
         super().__init__(config, options, ffn_hidden_size=moe.shared_ffn_hidden_size)
         self.gate: ReplicatedLinear | None = None
         if moe.shared_expert_gate:

@@ -108,13 +108,13 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher[_Everything, RowMap]):
 
     def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> _Everything:
         """Gathers everything synchronously."""
-        assert capacity is None, "config refuses capacities that are padded to"
+        assert capacity is None, "the config rejects padding to capacity"
         return _Everything(*(self._gather(x) for x in (tokens, routing.indices, routing.weights)))
 
     def receive(self, sent: _Everything) -> tuple[ExpertRows, RowMap]:
         here = sent.indices - self.ep_rank * self.num_local_experts  # experts on other ranks are skipped
         rows, weights, found = permute(sent.tokens, here, sent.weights, num_experts=self.num_local_experts)
-        assert weights is not None, "weights were given"
+        assert weights is not None, "weights were passed in"
         return ExpertRows(rows, weights, found.rows_per_expert), found
 
     def combine(self, rows: Tensor, plan: RowMap) -> Tensor:
@@ -179,7 +179,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
         if (num_rows := sum(counts.sent)) < len(found.token_of):  # some were dropped
             found = found.up_to(num_rows)
         rows, weights = permute_by(tokens, found, routing.weights)
-        assert weights is not None, "weights were given"
+        assert weights is not None, "weights were passed in"
         return _OnTheirWay(
             begin_all_to_all(rows, self.ep_group, counts.received, counts.sent),
             begin_all_to_all(weights, self.ep_group, counts.received, counts.sent),
@@ -198,7 +198,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
         expert = blocks.repeat_interleave(sent.counts.arriving.flatten(), output_size=len(rows))
         found = row_map(expert.unsqueeze(1), len(rows), num_experts=self.num_local_experts)
         rows, sorted_weights = permute_by(rows, found, weights.unsqueeze(1))
-        assert sorted_weights is not None, "weights were given"
+        assert sorted_weights is not None, "weights were passed in"
         return ExpertRows(rows, sorted_weights, found.rows_per_expert), _WayBack(found, sent)
 
     def combine(self, rows: Tensor, plan: _WayBack) -> Tensor:
@@ -256,12 +256,12 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher[Received, _Merged]):
         self.a2a = options.fused_a2a
         if self.a2a is None and self.ep_size > 1:
             raise ConfigError(
-                "parallel.dispatch.method=flex needs BuildOptions(fused_a2a=...), an exchange over ep; give one, or "
+                "parallel.dispatch.method=flex needs BuildOptions(fused_a2a=...), an exchange over ep; pass one, or "
                 "use all_to_all"
             )
 
     def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> Received:
-        assert capacity is None, "config refuses capacities that are padded to"
+        assert capacity is None, "the config rejects padding to capacity"
         experts = routing.indices.where(routing.indices < self.num_experts, -1)
         if self.a2a is None:
             return Received(tokens, experts, routing.weights)
@@ -272,7 +272,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher[Received, _Merged]):
         rows, weights, found = permute(
             sent.tokens, sent.experts, sent.weights, num_rows, num_experts=self.num_local_experts
         )
-        assert weights is not None, "weights were given"
+        assert weights is not None, "weights were passed in"
         return ExpertRows(rows, weights, found.rows_per_expert), _Merged(found, None if self.a2a is None else sent)
 
     def combine(self, rows: Tensor, plan: _Merged) -> Tensor:
@@ -310,15 +310,15 @@ class MoESymmetricTokenDispatcher(MoETokenDispatcher[_Departed, _Return]):
         self.a2a = options.symmetric_a2a
         if self.a2a is None and self.ep_size > 1:
             raise ConfigError(
-                "parallel.dispatch.method=symmetric needs BuildOptions(symmetric_a2a=...), an exchange over ep; give "
+                "parallel.dispatch.method=symmetric needs BuildOptions(symmetric_a2a=...), an exchange over ep; pass "
                 "one, or use all_to_all"
             )
 
     def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> _Departed:
-        assert capacity is None, "config refuses capacities that are padded to"
+        assert capacity is None, "the config rejects padding to capacity"
         found = row_map(routing.indices, routing.indices.numel(), num_experts=self.num_experts)
         rows, weights = permute_by(tokens, found, routing.weights)
-        assert weights is not None, "weights were given"
+        assert weights is not None, "weights were passed in"
         if self.a2a is None:
             return _Departed(found, ExpertRows(rows, weights, found.rows_per_expert))
         # not traced, here and below: the compiler cannot follow writes into the shared buffers
@@ -328,7 +328,7 @@ class MoESymmetricTokenDispatcher(MoETokenDispatcher[_Departed, _Return]):
     def receive(self, sent: _Departed) -> tuple[ExpertRows, _Return]:
         if isinstance(sent.rows, ExpertRows):
             return sent.rows, _Return(sent.sorted_here, None)
-        assert self.a2a is not None, "rows have left through it"
+        assert self.a2a is not None, "rows were sent through it"
         rows, weights, way = torch.compiler.disable(end_symmetric_dispatch)(self.a2a, sent.rows)
         found = sent.sorted_here.up_to(way.num_sent)  # without dropped choices
         return ExpertRows(rows, weights, way.rows_per_expert), _Return(found, way)

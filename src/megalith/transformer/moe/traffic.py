@@ -71,13 +71,13 @@ def dispatch_traffic(
     )
     if dispatch.method in ("flex", "symmetric"):
         through = "DeepEP" if dispatch.method == "flex" else "torch's symmetric memory"
-        raise ConfigError(f"what is exchanged through {through} is not counted; parallel.dispatch.method=all_to_all is")
+        raise ConfigError(f"traffic through {through} is not counted; use parallel.dispatch.method=all_to_all")
     if dispatch.method == "all_gather":
         return all_gather_traffic(sizes, batch.num_tokens)
     if dispatch.max_rows is not None and dispatch.max_rows < 1:
         raise ConfigError(
-            f"with parallel.dispatch.max_rows={dispatch.max_rows:g} even loads take several turns, which are not "
-            "counted"
+            f"with parallel.dispatch.max_rows={dispatch.max_rows:g}, balanced loads take several rounds, which are not "
+            "counted; use 1 or more"
         )
     return all_to_all_traffic(sizes, rows, padded=moe.capacity is not None and moe.capacity.pad)
 
@@ -142,7 +142,7 @@ def _even_rows(moe: MoEConfig, layout: Layout, batch: MicroBatch) -> Rows:
 
 
 def _experts_of(model: TransformerConfig) -> MoEConfig:
-    assert model.moe is not None, "a layer with experts is of a model with model.moe"
+    assert model.moe is not None, "only built for models with model.moe"
     return model.moe
 
 

@@ -62,34 +62,34 @@ def check_upcycling(dense: TransformerConfig, config: TransformerConfig) -> None
     """Raises ConfigError unless ``config`` is ``dense`` with experts that its MLPs can be split into."""
     if dense.moe is not None:
         raise ConfigError(
-            f"upcycling needs a dense model; this one has {dense.moe.num_experts} experts a layer already; "
-            "train it as it is: megalith train --from"
+            f"upcycling needs a dense model; this one already has {dense.moe.num_experts} experts per layer; "
+            "train it as it is with megalith train --from"
         )
     if config.moe is None:
         raise ConfigError(
             "upcycling needs experts; got none; set model.moe.num_experts=8, and model.moe.ffn_hidden_size, "
-            "model.moe.top_k and what else is in model.moe"
+            "model.moe.top_k and other settings of model.moe as needed"
         )
     fields = type(dense).model_fields.keys() - {"moe", "preset"}
     changed = sorted(name for name in fields if getattr(dense, name) != getattr(config, name))
     if changed:
         told = ", ".join(f"model.{name} from {getattr(dense, name)} to {getattr(config, name)}" for name in changed)
-        raise ConfigError(f"upcycling must not change the model but for model.moe; got {told}; leave that out")
+        raise ConfigError(f"upcycling must not change settings outside model.moe; got {told}; leave these out")
     moe, wide, narrow = config.moe, dense.ffn_hidden_size, config.expert_ffn_hidden_size
     if moe.latent_size is not None:
         raise ConfigError(
-            f"experts of latents (model.moe.latent_size={moe.latent_size}) read other features than the MLP, and "
-            "cannot be made of it; leave model.moe.latent_size out"
+            f"latent experts (model.moe.latent_size={moe.latent_size}) have different inputs from the MLP and cannot "
+            "be made from it; leave model.moe.latent_size out"
         )
     if wide % narrow:
         fitting = ", ".join(str(wide // G) for G in range(1, 9) if wide % G == 0)
         raise ConfigError(
-            f"model.moe.ffn_hidden_size ({narrow}) must divide the inner width of the MLP ({wide}); use {fitting}"
+            f"model.moe.ffn_hidden_size ({narrow}) must divide model.ffn_hidden_size ({wide}); use {fitting}"
         )
     if moe.num_experts % (wide // narrow):
         raise ConfigError(
-            f"model.moe.num_experts ({moe.num_experts}) must be a multiple of the {wide // narrow} shards that an MLP "
-            f"of width {wide} makes; use {-(-moe.num_experts // (wide // narrow)) * (wide // narrow)}"
+            f"model.moe.num_experts ({moe.num_experts}) must be a multiple of {wide // narrow}, the number of shards "
+            f"of an MLP of width {wide}; use {-(-moe.num_experts // (wide // narrow)) * (wide // narrow)}"
         )
 
 
@@ -104,19 +104,19 @@ def inexact_for(config: TransformerConfig, how: Upcycling) -> Iterator[str]:
     router = moe.router
     if moe.top_k % G:
         yield (
-            f"model.moe.top_k ({moe.top_k}) is not a multiple of the {G} shards of an MLP, so that tokens miss shards; "
-            f"{-(-moe.top_k // G) * G} is one"
+            f"model.moe.top_k ({moe.top_k}) is not a multiple of the {G} shards of an MLP, so tokens miss some shards; "
+            f"use {-(-moe.top_k // G) * G}"
         )
     if router.num_groups is not None and moe.num_experts // router.num_groups % G:
-        yield f"model.moe.router.num_groups ({router.num_groups}) parts shards of one MLP"
+        yield f"model.moe.router.num_groups ({router.num_groups}) puts shards of one MLP into different groups"
     if not _is_normalised(moe):
-        yield "the router's weights do not add up to a constant; they are taken to be those of equal logits"
+        yield "the router's weights do not sum to a constant; they are assumed to be those of equal logits"
     if moe.capacity is not None:
         yield "tokens past model.moe.capacity are dropped"
     if how.scaling == "published" and config.activation not in ("squared_relu", "relu"):
-        yield f"published scaling is exact for squared_relu and relu, and not for {config.activation}"
+        yield f"published scaling is exact only for squared_relu and relu, not for {config.activation}"
     if how.noise:
-        yield f"noise of {how.noise} was asked for"
+        yield f"noise of {how.noise} is added to the experts' weights"
 
 
 def upcycled(
@@ -194,7 +194,7 @@ def _is_normalised(moe: MoEConfig) -> bool:
 
 
 def _moe(config: TransformerConfig) -> MoEConfig:
-    assert config.moe is not None, "check_upcycling has refused a model without experts"
+    assert config.moe is not None, "checked by check_upcycling"
     return config.moe
 
 
