@@ -116,24 +116,24 @@ CONVERSION_MISTAKES: dict[str, tuple[Mistake, str]] = {
     "import: a config of another shape": (convert(hidden_size=64), r"must be \[61, 64\]; got \[61, 32\]"),
     "import: a config of sizes that no machine has": (
         convert(hidden_size=2**31 - 8, head_dim=2**20, num_hidden_layers=10_000),
-        r"with 10,000 layers must have a tensor for each of them at least; there are \d+; is config",
+        r"with 10,000 layers must have at least one tensor for each; found only \d+; does config",
     ),
     "import: a tensor is missing": (convert(lambda tensors: tensors.pop(_NORM)), rf"missing: {_NORM}"),
     "import: a tensor too many": (convert(lambda tensors: tensors.update(x=torch.ones(1))), r"unexpected: x \[1\]"),
     "import: whole numbers for weights": (
         convert(lambda tensors: tensors.update({_NORM: torch.ones(32, dtype=torch.int32)})),
-        rf"must be F64, F32, BF16, F16; {_NORM} is I32",
+        rf"must have one of the dtypes F64, F32, BF16, F16; {_NORM} is I32",
     ),
     "import: a tied head that is another": (
         convert(lambda tensors: tensors["lm_head.weight"].zero_(), tie_word_embeddings=True),
         r"lm_head\.weight must equal model\.embed_tokens\.weight",
     ),
-    "import: only a pickle": (only_a_pickle, r"pytorch_model\.bin, a pickle, which is never read"),
+    "import: only a pickle": (only_a_pickle, r"pytorch_model\.bin, but pickle files are never read"),
     "import: a shard outside of the folder": (in_shards({_NORM: "../x.safetensors"}), r"names '\.\./x\.safetensors'"),
     "import: a shard by an absolute path": (in_shards({_NORM: "/dev/zero"}), "names '/dev/zero'"),
     "import: a tensor in two shards": (
         in_shards({_NORM: "a.safetensors", "x": "b.safetensors"}, "a.safetensors", "b.safetensors"),
-        rf"b\.safetensors and .* must list the same tensors; only one has: {_NORM}, x",
+        rf"b\.safetensors and .* must list the same tensors; only one of them has: {_NORM}, x",
     ),
     "import: a shard that is not there": (in_shards({_NORM: "a.safetensors"}), r"a\.safetensors: No such file"),
     "import: a folder that is there": (out_is_there, "new exists, and nothing is overwritten"),

@@ -86,7 +86,7 @@ def test_a_folder_of_hugging_face_gives_the_text_of_the_run_that_comes_from_it(t
 
 def test_nothing_is_loaded_for_a_prompt_that_does_not_fit(run, monkeypatch):
     monkeypatch.setattr("megalith.training.tasks.generation.load_model", None)
-    assert "the model 32 positions; shorten the prompt" in generate(run, "--prompt", "qx" * 40, *DRAW).err
+    assert "must be shorter than the model's 32 positions; got " in generate(run, "--prompt", "qx" * 40, *DRAW).err
 
 
 def test_text_is_shown_as_it_is_drawn(run, monkeypatch):
@@ -147,14 +147,17 @@ MISTAKES = {
     "two prompts": (lambda f: [*X, "--prompt-file", f / "x"], "give one of --prompt"),
     "two files": (lambda f: ["--prompts-file", f / "y", "--prompt-file", f / "x"], "give one of --prompt"),
     "an empty line": (empty_line, "must be a prompt; line 2 is empty; leave it out"),
-    "a long prompt in a batch": (one_long_line, "the model 32 positions; shorten the prompt"),
+    "a long prompt in a batch": (one_long_line, "must be shorter than the model's 32 positions; got "),
     "a prompts file that is not there": (
         lambda f: ["--prompts-file", f / "none"],
         "none' cannot be read: No such file",
     ),
     "an empty prompt": (lambda _: ["--prompt", ""], "the prompt is empty; give some text"),
     "a surrogate": (lambda _: ["--prompt", "a\udcff"], "must be text in UTF-8; character 1 is "),
-    "a prompt longer than the positions": (lambda _: ["--prompt", "qx" * 40], "the model 32 positions; shorten"),
+    "a prompt longer than the positions": (
+        lambda _: ["--prompt", "qx" * 40],
+        "must be shorter than the model's 32 positions; got ",
+    ),
     "a prompt file that is not there": (lambda f: ["--prompt-file", f / "none"], "none' cannot be read: No such file"),
     "a prompt file that is a folder": (lambda f: ["--prompt-file", f], "cannot be read: Is a directory"),
     "a prompt file with NUL in its name": (lambda _: ["--prompt-file", "a\0b"], "cannot be read: embedded null byte"),

@@ -183,13 +183,13 @@ ATTACKS = {
     "an end that the tokenizer does not have": (config(eos_token_id=5000), "needs a token that ends a document, 5000"),
     "a tokenizer nested 100,000 deep": (content(TOKENIZER, NESTED), r"tokenizer\.json must be a tokenizer\.json"),
     "a tokenizer of 300 MB": (long(TOKENIZER), r"tokenizer\.json must be a tokenizer\.json"),
-    "a shard above the folder": (point_to("../x.safetensors"), r"of its own folder; it names '\.\./x\.safetensors'"),
-    "a shard by an absolute path": (point_to("/dev/zero"), "of its own folder; it names '/dev/zero'"),
-    "a shard that is the folder": (point_to(".."), r"of its own folder; it names '\.\.'|Is a directory|not a regular"),
+    "a shard above the folder": (point_to("../x.safetensors"), r"in its own folder; it names '\.\./x\.safetensors'"),
+    "a shard by an absolute path": (point_to("/dev/zero"), "in its own folder; it names '/dev/zero'"),
+    "a shard that is the folder": (point_to(".."), r"in its own folder; it names '\.\.'|Is a directory|not a regular"),
     "a shard that is not there": (point_to("a.safetensors"), r"a\.safetensors: No such file"),
-    "a tensor in two shards": (a_tensor_in_two_shards, "must list the same tensors; only one has: "),
+    "a tensor in two shards": (a_tensor_in_two_shards, "must list the same tensors; only one of them has: "),
     "two tensors in the same bytes": (header(all_at_the_same_bytes), "must begin at byte"),
-    "only pickles": (only_pickles, r"\.bin, a pickle, which is never read"),
+    "only pickles": (only_pickles, r"\.bin, but pickle files are never read"),
     "a pickle by the name of a shard": (
         lambda folder: shards(folder)[0].write_bytes(b"\x80\x04cos\nsystem\n(S'exit 3'\ntR." + b"\0" * 99),
         "cannot be read as safetensors",
@@ -206,14 +206,14 @@ ATTACKS = {
     "a width that no machine has": (size("hidden_size", 2**62), "hidden_size|wrong shape"),
     "a vocabulary that no machine has": (size("vocab_size", 2**30), "wrong shape: .*embed|wrong shape: .*wte"),
     "no heads": (size("num_attention_heads", 0), "num_attention_heads"),
-    "a width that is text": (size("hidden_size", "32"), "must be a whole number; got '32'"),
-    "layers that are a list": (size("num_layers", [2]), r"must be a whole number; got \[2\]"),
-    "a config of 300 MB": (long(CONFIG), r"config\.json has 314,572,800 bytes, and at most"),
+    "a width that is text": (size("hidden_size", "32"), "must be an integer; got '32'"),
+    "layers that are a list": (size("num_layers", [2]), r"must be an integer; got \[2\]"),
+    "a config of 300 MB": (long(CONFIG), r"config\.json has 314,572,800 bytes; the limit is"),
     "a generation config of 300 MB": (
         long(GENERATION),
-        r"generation_config\.json has 314,572,800 bytes, and at most",
+        r"generation_config\.json has 314,572,800 bytes; the limit is",
     ),
-    "an index of 300 MB": (long(INDEX), r"index\.json has 314,572,800 bytes, and at most"),
+    "an index of 300 MB": (long(INDEX), r"index\.json has 314,572,800 bytes; the limit is"),
     "a config nested 100,000 deep": (content(CONFIG, NESTED), r"config\.json is not JSON"),
     "a generation config nested 100,000 deep": (content(GENERATION, NESTED), r"generation_config\.json is not JSON"),
     "an index nested 100,000 deep": (content(INDEX, NESTED), r"index\.json is not JSON"),
@@ -265,4 +265,4 @@ def test_a_prompt_longer_than_learned_positions_is_refused_before_the_model_is_l
     monkeypatch.setattr("megalith.training.tasks.generation._foreign_weights", None)
     found = here("generate", sound("gpt2"), "--prompt", "qx" * 400)
     assert (found.code, found.out) == (2, "")
-    assert "shorten the prompt" in found.err
+    assert "the prompt must be shorter than" in found.err

@@ -272,14 +272,23 @@ def test_the_order_of_tokens_is_seen_both_ways():
         ({"attention_mask": torch.tensor([[True, False, True, True]])}, "padding between"),
         (
             {"attention_mask": torch.ones(1, 4).bool(), "packed_seq_params": PackedSeqParams.from_lengths([[4]])},
-            "pass packed_seq_params alone",
+            "cannot be combined with packed_seq_params .*; pass only packed_seq_params",
         ),
-        ({"packed_seq_params": PackedSeqParams.from_lengths([[5]])}, r"must be of the tokens' rows, \[1, 4\]"),
+        (
+            {"packed_seq_params": PackedSeqParams.from_lengths([[5]])},
+            r"must have the tokens' batch size and row length, \[1, 4\]",
+        ),
         ({"hidden": torch.zeros(4, 1, 32)}, "takes no hidden states"),
-        ({"labels": torch.zeros(1, 3).long()}, r"labels must be one for each token, \[1, 4\]; got \[1, 3\]"),
+        ({"labels": torch.zeros(1, 3).long()}, r"labels must have the shape of the tokens, \[1, 4\]; got \[1, 3\]"),
         ({"tokens": torch.zeros(1, 2, 4).long()}, r"must be \[B, S\]; got \[1, 2, 4\]; only bert.head=multiple_choice"),
-        ({"attention_mask": torch.ones(1, 5).bool()}, r"attention_mask must be bool, .*, \[1, 4\].*got .* \[1, 5\]"),
-        ({"attention_mask": torch.ones(1, 4).long()}, r"got torch.int64 \[1, 4\]; attention_mask.bool\(\) makes one"),
+        (
+            {"attention_mask": torch.ones(1, 5).bool()},
+            r"attention_mask must be bool with the shape of the tokens, \[1, 4\].*got .* \[1, 5\]",
+        ),
+        (
+            {"attention_mask": torch.ones(1, 4).long()},
+            r"got torch.int64 \[1, 4\]; convert .* with attention_mask.bool\(\)",
+        ),
         (
             {"output": "embeddings", "packed_seq_params": PackedSeqParams.from_lengths([[2, 2]])},
             "packed rows hold several; pass attention_mask",
@@ -297,7 +306,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments, message):
         (
             {"num_token_types": 0},
             {"token_types": torch.zeros(1, 4).long()},
-            "no token types, as model.bert.num_token_t",
+            "no token types .model.bert.num_token_types=0.; leave",
         ),
         (
             {"num_token_types": 2, "head": "classification", "num_classes": 3},
@@ -315,12 +324,12 @@ def test_rows_longer_than_the_table_of_positions_are_refused():
     for offset in (0, 2):
         model = built(config(bert={"num_token_types": 2, "position_offset": offset})).eval()
         model(torch.zeros(1, 16, dtype=torch.long))
-        with pytest.raises(ShapeError, match="17 positions are more than max_position_embeddings"):
+        with pytest.raises(ShapeError, match="17 positions exceed max_position_embeddings"):
             model(torch.zeros(1, 17, dtype=torch.long))
 
 
 def test_a_model_is_not_built_from_the_settings_of_another_kind():
-    with pytest.raises(ConfigError, match="GPTModel is a gpt, and these settings are of a bert"):
+    with pytest.raises(ConfigError, match="GPTModel needs settings of a gpt model; got settings of a bert model"):
         GPTModel(config())
-    with pytest.raises(ConfigError, match="BertModel is a bert, and these settings are of a gpt"):
+    with pytest.raises(ConfigError, match="BertModel needs settings of a bert model; got settings of a gpt model"):
         BertModel(TransformerConfig(**GPT2, max_position_embeddings=8))

@@ -140,7 +140,7 @@ def test_learned_positions_end_it():
 @pytest.mark.parametrize("length", [10, 11])
 def test_a_prompt_that_fills_all_positions_is_refused(length):
     model = built("gpt2", max_position_embeddings=10)
-    with pytest.raises(ConfigError, match=rf"has {length} tokens and the model 10 positions; shorten the prompt"):
+    with pytest.raises(ConfigError, match=f"must be shorter than the model's 10 positions; got {length}; shorten it"):
         generate(model, [PROMPT, [1] * length], 1, sampling=GREEDY)
 
 
@@ -150,9 +150,9 @@ def test_a_prompt_that_fills_all_positions_is_refused(length):
         ({"max_new_tokens": -5}, "the number of new tokens must be 0 or more; got -5"),
         ({"seeds": [-1]}, r"the seed must be 0 or more and below 2\^63; got -1"),
         ({"seeds": [2**63]}, "got 9223372036854775808"),
-        ({"seeds": [1, 2]}, "a seed for each; got 1 prompts and 2 seeds"),
-        ({"prompts": []}, "needs one prompt or more, and a seed for each; got 0 prompts and 1 seeds"),
-        ({"prompts": [[]]}, "the prompt has no tokens; give some text to go on from"),
+        ({"seeds": [1, 2]}, "one seed per prompt; got 1 prompts and 2 seeds"),
+        ({"prompts": []}, "needs at least one prompt, and one seed per prompt; got 0 prompts and 1 seeds"),
+        ({"prompts": [[]]}, "the prompt has no tokens; provide some text to continue"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused_at_the_call(arguments, message):
@@ -340,7 +340,7 @@ def test_logits_that_are_nan_are_an_error():
     model = built()
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match="logits that are NaN, from which no token can be drawn"):
+    with pytest.raises(NonFiniteError, match="logits contain NaN, so no token can be sampled"):
         generate(model, RAGGED, 3, sampling=GREEDY)
 
 

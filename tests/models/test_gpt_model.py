@@ -240,33 +240,37 @@ def test_split_over_tp_logits_are_whole_on_every_rank_and_all_gradients_the_same
 
 
 def test_a_vocabulary_that_nobody_gave_is_refused():
-    with pytest.raises(ConfigError, match=r"model.vocab_size is not set; give it, or name a tokenizer"):
+    with pytest.raises(ConfigError, match=r"model.vocab_size is not set; set it, or set data.tokenizer"):
         GPTModel(config(vocab_size=None))
 
 
 def test_more_tokens_than_learned_positions_are_refused():
     model = built("gpt2", max_position_embeddings=7)
-    with pytest.raises(ShapeError, match=r"8 positions are more than max_position_embeddings \(7\)"):
+    with pytest.raises(ShapeError, match=r"8 positions exceed max_position_embeddings \(7\)"):
         model(tokens())
     caches = model.new_caches(8)
     model(tokens()[:, :6], caches=caches)
-    with pytest.raises(ShapeError, match=r"8 positions are more than"):
+    with pytest.raises(ShapeError, match=r"8 positions exceed"):
         model(tokens()[:, 6:], caches=caches)
     built("llama")(tokens().repeat(1, 10))  # rotary positions never end
 
 
 @pytest.mark.parametrize("lengths", [[[3, 5]], [[3, 4], [7]], [[8]] * 3])
 def test_documents_of_other_rows_are_refused(lengths):
-    with pytest.raises(ShapeError, match=r"packed_seq_params must be of the tokens' rows, \[2, 8\]; got those of"):
+    with pytest.raises(
+        ShapeError, match=r"packed_seq_params must have the tokens' batch size and row length, \[2, 8\]; got"
+    ):
         built()(tokens(), packed_seq_params=PackedSeqParams.from_lengths(lengths))
 
 
 def refuse_on_tp() -> None:
     groups = collection(2)
     model = GPTModel(config(**DROPS), options(pg_collection=groups, sequence_parallel=True))
-    with pytest.raises(ShapeError, match=r"sequence parallelism splits S \(7\) over tp \(2\)"):
+    with pytest.raises(
+        ShapeError, match=r"S \(7\) must be divisible by tp \(2\) with sequence parallelism; use a multiple of 2"
+    ):
         model(tokens()[:, :7])
-    with pytest.raises(ConfigError, match=r"must drop the same elements; pass each of them dropout_key="):
+    with pytest.raises(ConfigError, match=r"must drop the same elements; pass dropout_key="):
         model(tokens())
 
 
@@ -278,10 +282,10 @@ def refuse_on_cp() -> None:
         drops(tokens())
     with pytest.raises(ShapeError, match=whole):
         drops(tokens()[:, :4], position_ids=positions, caches=drops.new_caches(4))
-    with pytest.raises(ConfigError, match=r"must drop the same elements; pass each of them dropout_key="):
+    with pytest.raises(ConfigError, match=r"must drop the same elements; pass dropout_key="):
         drops(tokens()[:, :4], position_ids=positions)
     with pytest.raises(
-        ShapeError, match=r"packed_seq_params must be of the tokens' rows, \[2, 8\]; got those of \[2, 4\]"
+        ShapeError, match=r"packed_seq_params must have the tokens' batch size and row length, \[2, 8\]; got \[2, 4\]"
     ):
         drops(tokens()[:, :4], position_ids=positions, packed_seq_params=PackedSeqParams.from_lengths([[4], [1, 3]]))
 

@@ -152,7 +152,7 @@ def test_tied_embeddings_are_one_weight_in_two_stages_which_counts_in_the_first(
 
 def test_hidden_states_are_taken_by_a_stage_without_the_embedding_and_by_no_other():
     first, second = stages([2])
-    with pytest.raises(ShapeError, match="needs those of the stage before; this one has no embedding"):
+    with pytest.raises(ShapeError, match="needs those of the previous stage; this stage has no embedding"):
         second(tokens())
-    with pytest.raises(ShapeError, match=r"takes no hidden states.*this one has the embedding"):
+    with pytest.raises(ShapeError, match=r"takes no hidden states.*this stage has the embedding"):
         first(tokens(), hidden=first(tokens()))

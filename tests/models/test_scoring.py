@@ -96,5 +96,5 @@ def test_the_mode_of_the_model_stays_and_nothing_is_dropped():
 
 @pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [1] * 25)])
 def test_what_cannot_be_scored_is_refused(pair):
-    with pytest.raises(ConfigError, match="a continuation from 1 to 24, which the model reads at once; got"):
+    with pytest.raises(ConfigError, match="a continuation 1 to 24, the maximum for one forward; got"):
         score(same_as_ours(gpt2(), GPT2), [([1], [2]), pair], longest=LONGEST)

@@ -183,8 +183,8 @@ def test_logits_that_are_nan_are_an_error(temperature):
 @pytest.mark.parametrize(
     ("prompts", "how", "message"),
     [
-        ([], {}, "one prompt or more, each of one token or more"),
-        ([[1], []], {}, "one prompt or more, each of one token or more"),
+        ([], {}, "at least one prompt, and at least one token in each"),
+        ([[1], []], {}, "at least one prompt, and at least one token in each"),
         ([[1]], {"seeds": [1, 2]}, "got 1 prompts and 2 seeds"),
         ([[1]], {"seeds": [-1]}, "the seed must be 0 or more"),
     ],
@@ -221,4 +221,4 @@ def refusal_on_ranks() -> str:
 
 
 def test_a_model_that_splits_rows_is_refused():
-    assert all("one token cannot be split" in message for message in ranks(2, refusal_on_ranks))
+    assert all("one token at a time, which cannot be split" in message for message in ranks(2, refusal_on_ranks))

@@ -299,13 +299,22 @@ PACKED = PairedDocuments.from_packed(*(PackedSeqParams.from_lengths([[size]]) fo
     ("arguments", "message"),
     [
         ({"attention_mask": torch.tensor([[True, False, True, True]])}, "padding between"),
-        ({"attention_mask": MASK, "documents": PACKED}, "pass documents alone: PairedDocuments.from_padding"),
-        ({"tokens": torch.zeros(1, 5).long(), "documents": PACKED}, r"must be of the tokens' rows, \[1, 5\]"),
-        ({"decoder_tokens": torch.zeros(1, 4).long(), "documents": PACKED}, r"must be of the tokens' rows, \[1, 4\]"),
+        ({"attention_mask": MASK, "documents": PACKED}, "pass only documents, which PairedDocuments.from_padding"),
+        (
+            {"tokens": torch.zeros(1, 5).long(), "documents": PACKED},
+            r"must have the tokens' batch size and row length, \[1, 5\]",
+        ),
+        (
+            {"decoder_tokens": torch.zeros(1, 4).long(), "documents": PACKED},
+            r"must have the tokens' batch size and row length, \[1, 4\]",
+        ),
         ({"hidden": torch.zeros(4, 1, 32)}, "takes no hidden states"),
-        ({"labels": torch.zeros(1, 4).long()}, r"labels must be one for each token, \[1, 3\]; got \[1, 4\]"),
-        ({"decoder_tokens": torch.zeros(2, 3).long()}, "must have the encoder's 1 rows; got 2"),
-        ({"attention_mask": torch.ones(1, 5).bool()}, r"^attention_mask must be bool, .*, \[1, 4\].*got .* \[1, 5\]"),
+        ({"labels": torch.zeros(1, 4).long()}, r"labels must have the shape of the tokens, \[1, 3\]; got \[1, 4\]"),
+        ({"decoder_tokens": torch.zeros(2, 3).long()}, r"must have as many rows as tokens \(1\); got 2"),
+        (
+            {"attention_mask": torch.ones(1, 5).bool()},
+            r"^attention_mask must be bool with the shape of the tokens, \[1, 4\].*got .* \[1, 5\]",
+        ),
         (
             {"decoder_attention_mask": torch.ones(2, 3).bool()},
             r"^decoder_attention_mask must be .*, \[1, 3\].*\[2, 3\]",
@@ -314,7 +323,7 @@ PACKED = PairedDocuments.from_packed(*(PackedSeqParams.from_lengths([[size]]) fo
         ({"decoder_tokens": None, "labels": torch.zeros(1, 4).long()}, "need decoder_tokens; pass it"),
         (
             {"dropout_key": DropoutKey(1, 2, torch.arange(4).view(1, 4))},
-            r"ids of the encoder's and the decoder's rows, \[1, 7\]; got \[1, 4\]",
+            r"token ids of shape \[1, 7\], the encoder's .*; got \[1, 4\]",
         ),
     ],
 )
@@ -325,11 +334,11 @@ def test_arguments_that_do_not_fit_are_refused(arguments, message):
 
 
 def test_a_model_is_not_built_from_the_settings_of_another_kind():
-    with pytest.raises(ConfigError, match="GPTModel is a gpt, and these settings are of a t5"):
+    with pytest.raises(ConfigError, match="GPTModel needs settings of a gpt model; got settings of a t5 model"):
         GPTModel(config())
-    with pytest.raises(ConfigError, match="BertModel is a bert, and these settings are of a t5"):
+    with pytest.raises(ConfigError, match="BertModel needs settings of a bert model; got settings of a t5 model"):
         BertModel(config())
-    with pytest.raises(ConfigError, match="T5Model is a t5, and these settings are of a gpt"):
+    with pytest.raises(ConfigError, match="T5Model needs settings of a t5 model; got settings of a gpt model"):
         T5Model(TransformerConfig(vocab_size=8, num_layers=1, hidden_size=8, num_attention_heads=2))
 
 

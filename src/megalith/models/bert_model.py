@@ -87,7 +87,7 @@ class BertModel(LanguageModel):
         seed: int = 1234,
     ) -> None:
         super().__init__(config, options, stage)
-        assert config.bert is not None, "LanguageModel has checked the kind"
+        assert config.bert is not None, "checked by LanguageModel"
         self.head = config.bert.head
         self.model: BertEncoder = BertEncoder(config, self.options, self.stage, spec_of, config.bert)
         self.lm_transform: MaskedLMTransform | None = None
@@ -172,7 +172,7 @@ class BertModel(LanguageModel):
         """Returns the number of choices for tokens [B, choices, S]; None for [B, S]."""
         if tokens.dim() == 3 and self.head != "multiple_choice":
             raise ShapeError(
-                f"tokens must be [B, S]; got {list(tokens.shape)}; only bert.head=multiple_choice has [B, choices, S]"
+                f"tokens must be [B, S]; got {list(tokens.shape)}; only bert.head=multiple_choice takes [B, choices, S]"
             )
         return tokens.shape[1] if tokens.dim() == 3 else None
 
@@ -192,14 +192,17 @@ class BertModel(LanguageModel):
         check_labels(labels, tokens)
         bert = self.config.bert
         if token_types is not None and bert is not None and bert.num_token_types == 0:
-            raise ShapeError("this model has no token types, as model.bert.num_token_types=0 says; leave them out")
+            raise ShapeError("this model has no token types (model.bert.num_token_types=0); leave token_types out")
 
     def _check_rows_are_texts(self, documents: PackedSeqParams | None) -> None:
         if self.options.pg_collection.size("cp") > 1:
-            raise ShapeError("the mean of a row that is split over cp is on no rank; set parallel.context=1")
+            raise ShapeError(
+                "embeddings are not supported with context parallelism, because no rank holds whole rows to average; "
+                "set parallel.context=1"
+            )
         if documents is not None:
             raise ShapeError(
-                "embeddings need one text per row, and packed rows hold several; pass attention_mask instead of "
+                "embeddings need one text per row, but packed rows hold several; pass attention_mask instead of "
                 'packed_seq_params, or average output="hidden" over each text'
             )
 
@@ -216,11 +219,11 @@ class BertModel(LanguageModel):
             found, hits = self._of_tokens(self.lm_head, x, labels)
             return BertOutput(found, self._of_texts(x, pooled_tokens, context), hits)
         scores = self._of_texts(x, pooled_tokens, context)
-        assert scores is not None, "a model without an output projection classifies"
+        assert scores is not None, "only pretraining has no classifier"
         return scores if num_choices is None else scores.view(-1, num_choices)
 
     def _build_heads(self, config: TransformerConfig, bert: BertConfig) -> None:
-        assert config.vocab_size is not None, "LanguageModel has checked it"
+        assert config.vocab_size is not None, "checked by LanguageModel"
         std, drops = config.init_method_std, bert.classifier_dropout
         if bert.head != "pretraining":
             num_classes = 1 if bert.num_classes is None else bert.num_classes
@@ -289,8 +292,8 @@ class BertModel(LanguageModel):
             return documents
         if documents is not None or self.options.pg_collection.size("cp") > 1:
             raise ShapeError(
-                "attention_mask is of whole rows, and stands for packed_seq_params; beside these, or where cp splits "
-                "rows, pass packed_seq_params alone: PackedSeqParams.from_padding(attention_mask)"
+                "attention_mask cannot be combined with packed_seq_params or with context parallelism; pass only "
+                "packed_seq_params, such as PackedSeqParams.from_padding(attention_mask) of whole rows"
             )
         check_mask("attention_mask", attention_mask, tokens)
         return PackedSeqParams.from_padding(attention_mask.cpu()).to(attention_mask.device)

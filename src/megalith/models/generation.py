@@ -50,10 +50,10 @@ def check_length(max_new_tokens: int) -> None:
 def check_prompt_length(num_tokens: int, num_positions: int | None) -> None:
     """Raises ConfigError if a prompt is empty or fills all ``num_positions``; None means that there is no limit."""
     if not num_tokens:
-        raise ConfigError("the prompt has no tokens; give some text to go on from")
+        raise ConfigError("the prompt has no tokens; provide some text to continue")
     if num_positions is not None and num_tokens >= num_positions:
         raise ConfigError(
-            f"the prompt has {num_tokens} tokens and the model {num_positions} positions; shorten the prompt"
+            f"the prompt must be shorter than the model's {num_positions} positions; got {num_tokens}; shorten it"
         )
 
 
@@ -112,7 +112,7 @@ def stream(
     seeds = range(len(prompts)) if seeds is None else seeds
     if not prompts or len(seeds) != len(prompts):
         raise ConfigError(
-            f"generation needs one prompt or more, and a seed for each; got {len(prompts)} prompts and "
+            f"generation needs at least one prompt, and one seed per prompt; got {len(prompts)} prompts and "
             f"{len(seeds)} seeds"
         )
     for seed in seeds:
@@ -150,7 +150,7 @@ def _drawn(
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, rows.uniform()))
             tokens: list[int] = drawn.tolist()
             if max(tokens) >= rows.vocab_size:
-                raise NonFiniteError("the model gives logits that are NaN, from which no token can be drawn")
+                raise NonFiniteError("the model's logits contain NaN, so no token can be sampled")
             alive = {row for row in alive if tokens[row] not in end_tokens}
             yield [token if row in alive else None for row, token in enumerate(tokens)]
             alive = {row for row in alive if step + 1 < room[row] and not (stop and stop(row, tokens[row]))}
@@ -174,7 +174,7 @@ class _Rows:
         self.config, self.options = first.config, first.options
         self.device = next(first.parameters()).device
         groups = self.groups = self.options.pg_collection
-        assert self.config.vocab_size is not None, "GPTModel has checked it"
+        assert self.config.vocab_size is not None, "checked by GPTModel"
         self.vocab_size = self.config.vocab_size
         self.draws = groups.speaks_for_tokens and groups.rank("dp_cp") == 0
         self.start, self.end = 0, max(map(len, prompts))
@@ -235,7 +235,7 @@ class _Rows:
         found: list[Tensor] = []
 
         def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
-            assert isinstance(model, GPTModel), "a chunk of the pipeline"
+            assert isinstance(model, GPTModel), "the chunks of the pipeline must be GPTModels"
             output = self._whole(model, hidden) if self.caches is None else self._newest(model, hidden)
             if self.pipeline.holds_output(model):
                 found.append(output)

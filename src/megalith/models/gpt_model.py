@@ -75,7 +75,7 @@ class GPTModel(LanguageModel):
         seed: int = 1234,
     ) -> None:
         super().__init__(config, options, stage)
-        assert config.vocab_size is not None, "LanguageModel has checked it"
+        assert config.vocab_size is not None, "checked by LanguageModel"
         self.model: GPTDecoder = GPTDecoder(config, self.options, self.stage, spec_of)
         self.lm_head: ColumnParallelLinear | None = None
         if self.stage.has_head:
@@ -173,13 +173,16 @@ class GPTModel(LanguageModel):
         if num_positions is None:
             return x
         if self.options.sequence_parallel or self.options.pg_collection.size("cp") > 1:
-            raise ShapeError("the last positions of a row that is split are not on every rank; take all of its logits")
+            raise ShapeError(
+                "logits_to_keep is not supported with sequence or context parallelism, where not every rank holds the "
+                "last positions; leave it out to get all logits"
+            )
         return x[-num_positions:]
 
     def _check_labels(self, labels: Tensor | None) -> None:
         num_labels = 1 + (0 if self.config.mtp is None else self.config.mtp.num_modules)
         if labels is not None and labels.dim() == 3 and len(labels) != num_labels:
             raise ShapeError(
-                f"labels [1+M, B, S] must be of the {num_labels} tokens after each that the model predicts; got "
-                f"{len(labels)} of them"
+                f"labels [1+M, B, S] must have {num_labels} entries in dimension 0, one for each token that the model "
+                f"predicts per position; got {len(labels)}"
             )

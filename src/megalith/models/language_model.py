@@ -52,7 +52,7 @@ class TokenEmbedder(nn.Module, ABC):
     def add_table_(self, options: BuildOptions) -> None:
         """Creates the table; a constructor calls this where the table belongs in the order of parameters."""
         V, H, std = self.config.vocab_size, self.config.hidden_size, self.config.init_method_std
-        assert V is not None, "LanguageModel has checked it"
+        assert V is not None, "checked by LanguageModel"
         self.embed_tokens = VocabParallelEmbedding(V, H, options, std=std)
 
     @abstractmethod
@@ -64,7 +64,7 @@ class TokenEmbedder(nn.Module, ABC):
 
         int64 [B, S] -> [S, B, H] in the dtype of the residual stream; [S/tp, B, H] under sequence parallelism.
         """
-        assert self.embed_tokens is not None, "built in this stage"
+        assert self.embed_tokens is not None, "only called in a stage with the embedding"
         x: Tensor = self.embed_tokens(tokens)  # [S, B, H]
         x, multiplier = x.to(hidden_dtype(self.config, x.dtype)), self.config.multipliers.embedding
         return x if multiplier == 1.0 else x * multiplier
@@ -146,9 +146,11 @@ class LanguageModel(ModelModule):
     def __init__(self, config: TransformerConfig, options: BuildOptions | None, stage: Stage | None) -> None:
         super().__init__()
         if config.kind != self.kind:
-            raise ConfigError(f"{type(self).__name__} is a {self.kind}, and these settings are of a {config.kind}")
+            raise ConfigError(
+                f"{type(self).__name__} needs settings of a {self.kind} model; got settings of a {config.kind} model"
+            )
         if config.vocab_size is None:
-            raise ConfigError("model.vocab_size is not set; give it, or name a tokenizer in data.tokenizer")
+            raise ConfigError("model.vocab_size is not set; set it, or set data.tokenizer")
         self.options = options or BuildOptions(ProcessGroupCollection.single())
         self.stage = stage or Stage.whole(config.total_num_layers)
         self.stage.check_fits(config.total_num_layers)
@@ -171,7 +173,7 @@ class LanguageModel(ModelModule):
         if not self.options.fused_linear_cross_entropy:
             return vocab_parallel_cross_entropy(head(x, weight), labels, V, tp_group, softcap=softcap)
         weight = head.weight if weight is None else weight
-        assert weight is not None, "a head without a weight is tied"
+        assert weight is not None, "a head without its own weight must be tied"
         return vocab_parallel_linear_cross_entropy(
             x,
             local(weight),
@@ -239,8 +241,8 @@ class LanguageModel(ModelModule):
         groups = self.options.pg_collection
         if groups.size("tp") > 1 or groups.size("cp") > 1:
             raise ConfigError(
-                "the ranks of a tensor- or context-parallel model must drop the same elements; pass each of them "
-                "dropout_key=DropoutKey(seed, step, token_ids) with the same seed and step"
+                "all ranks of a tensor- or context-parallel model must drop the same elements; pass "
+                "dropout_key=DropoutKey(seed, step, token_ids) with the same seed and step on every rank"
             )
         token_ids = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         return DropoutKey(int(torch.randint(2**62, ())), 0, token_ids)
@@ -252,8 +254,8 @@ class LanguageModel(ModelModule):
             whose, whole = "caches'", cache.capacity
         if documents is not None and (documents.batch_size, documents.seq_length) != (B, whole):
             raise ShapeError(
-                f"packed_seq_params must be of the {whose} rows, [{B}, {whole}]; "
-                f"got those of [{documents.batch_size}, {documents.seq_length}]"
+                f"packed_seq_params must have the {whose} batch size and row length, [{B}, {whole}]; "
+                f"got [{documents.batch_size}, {documents.seq_length}]"
             )
 
     def _check_split(self, *, is_split: bool) -> int:
@@ -272,9 +274,7 @@ class LanguageModel(ModelModule):
         if position_ids.dim() > 1:  # positions given per row may end before its columns do
             return
         if self.model.embed_positions is not None and longest is not None and longest < num_positions:
-            raise ShapeError(
-                f"{num_positions} positions are more than max_position_embeddings ({longest}); cut the tokens shorter"
-            )
+            raise ShapeError(f"{num_positions} positions exceed max_position_embeddings ({longest}); use shorter rows")
 
     def _whole(self, x: Tensor) -> Tensor:
         """Gathers hidden states split by sequence parallelism to [S, B, H], for heads that run alike on all ranks."""
@@ -285,27 +285,28 @@ class LanguageModel(ModelModule):
         S, tp_size = tokens.shape[1], self.options.pg_collection.size("tp")
         if self.options.sequence_parallel and S % tp_size:
             raise ShapeError(
-                f"sequence parallelism splits S ({S}) over tp ({tp_size}); use a sequence length that it divides"
+                f"S ({S}) must be divisible by tp ({tp_size}) with sequence parallelism; use a multiple of {tp_size}"
             )
         if (hidden is None) != self.stage.has_embedding:
             raise ShapeError(
-                "a stage that embeds tokens takes no hidden states, and one that does not needs those of the stage "
-                f"before; this one has {'the' if self.stage.has_embedding else 'no'} embedding"
+                "a stage with the embedding takes no hidden states, and any other stage needs those of the previous "
+                f"stage; this stage has {'the' if self.stage.has_embedding else 'no'} embedding"
             )
 
 
 def check_labels(labels: Tensor | None, tokens: Tensor) -> None:
     """Raises ShapeError unless ``labels`` have the shape [B, S] of ``tokens``."""
     if labels is not None and labels.shape != tokens.shape:
-        raise ShapeError(f"labels must be one for each token, {list(tokens.shape)}; got {list(labels.shape)}")
+        raise ShapeError(f"labels must have the shape of the tokens, {list(tokens.shape)}; got {list(labels.shape)}")
 
 
 def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
     """Raises ShapeError unless the padding ``mask`` is bool and has the shape [B, S] of ``tokens``."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
         raise ShapeError(
-            f"{name} must be bool, one for each token, {list(tokens.shape)}, and False for padding; got {mask.dtype} "
-            f"{list(mask.shape)}{'' if mask.dtype == torch.bool else f'; {name}.bool() makes one of ones and zeros'}"
+            f"{name} must be bool with the shape of the tokens, {list(tokens.shape)}, and False for padding; got "
+            f"{mask.dtype} {list(mask.shape)}"
+            f"{'' if mask.dtype == torch.bool else f'; convert a mask of ones and zeros with {name}.bool()'}"
         )
 
 
@@ -322,7 +323,7 @@ def hidden_shape(config: TransformerConfig, options: BuildOptions, B: int, S: in
 def _not_split(cp_size: int) -> ShapeError:
     """Returns the error for calling a context-parallel model without saying how rows are split."""
     return ShapeError(
-        f"each of the {cp_size} ranks of context parallelism holds chunks of every row, without caches, and must be "
-        "told which: pass tokens[:, positions] and position_ids=positions, where positions = zigzag_positions(S, "
-        f"{cp_size}, cp_rank) of megalith.parallel.context.zigzag; or build the model without context parallelism"
+        f"with context parallelism, each of the {cp_size} ranks takes its own chunks of every row, and no caches: pass "
+        "tokens[:, positions] and position_ids=positions, where positions = zigzag_positions(S, "
+        f"{cp_size}, cp_rank) from megalith.parallel.context.zigzag; or build the model without context parallelism"
     )

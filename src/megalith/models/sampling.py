@@ -42,9 +42,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
-            raise ConfigError(
-                f"temperature must be 0 (the likeliest token) or more, and finite; got {self.temperature}"
-            )
+            raise ConfigError(f"temperature must be 0 (greedy) or more, and finite; got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k must be 1 or more; got {self.top_k}; leave it out to keep all tokens")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
@@ -95,7 +93,7 @@ def processed(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) ->
     """Returns ``logits`` [B, V] after all processors, in float32 or wider; -inf for tokens that are not kept."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.repetition_penalty is not None:
-        assert seen is not None, "the tokens of each text"
+        assert seen is not None, "the repetition penalty needs the tokens of each text"
         factor = sampling.repetition_penalty
         logits = torch.where(seen, torch.where(logits < 0, logits * factor, logits / factor), logits)
     if sampling.temperature == 0.0:

@@ -54,12 +54,12 @@ def score(
         ConfigError: a context or a continuation is empty, or a continuation has more than ``longest`` tokens.
     """
     V = model.config.vocab_size
-    assert V is not None, "a model has one"
+    assert V is not None, "checked by GPTModel"
     for context, continuation in pairs:
         if not context or not 0 < len(continuation) <= longest:
             raise ConfigError(
-                f"a context must have a token or more, and a continuation from 1 to {longest}, which the model reads "
-                f"at once; got {len(context)} and {len(continuation)}"
+                f"a context must have at least one token, and a continuation 1 to {longest}, the maximum for one "
+                f"forward; got {len(context)} and {len(continuation)}"
             )
     found: dict[int, Score] = {}
     was_training = model.training

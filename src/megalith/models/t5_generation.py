@@ -85,7 +85,7 @@ def stream(
     """
     seeds = range(len(prompts)) if seeds is None else seeds
     if len(seeds) != len(prompts):
-        raise ConfigError(f"generation needs a seed for each prompt; got {len(prompts)} prompts and {len(seeds)} seeds")
+        raise ConfigError(f"generation needs one seed per prompt; got {len(prompts)} prompts and {len(seeds)} seeds")
     for seed in seeds:
         check_seed(seed)
     rows = _DecoderRows(model, prompts, max_new_tokens, start_token)
@@ -110,7 +110,7 @@ def _drawn(
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, numbers[:, step]))
             tokens: list[int] = drawn.tolist()
             if max(tokens) >= rows.vocab_size:
-                raise NonFiniteError("the model gives logits that are NaN, from which no token can be drawn")
+                raise NonFiniteError("the model's logits contain NaN, so no token can be sampled")
             alive = {row for row in alive if tokens[row] not in end_tokens}
             yield [token if row in alive else None for row, token in enumerate(tokens)]
             alive = {row for row in alive if not (stop and stop(row, tokens[row]))}
@@ -155,7 +155,7 @@ def beam_search(
             best = None if logits is None else _continuations(logits, scores, num_kept)
             best = rows.agreed(best, (3, len(prompts), min(num_kept, num_beams * rows.vocab_size)))
             if not best[0].isfinite().all():
-                raise NonFiniteError("the model gives logits that are NaN, among which no token is the best")
+                raise NonFiniteError("the model's logits contain NaN, so beams cannot be ranked")
             columns = zip(*(part.tolist() for part in best), strict=True)
             steps = [search.go_on(*found) for search, found in zip(searches, columns, strict=True)]
             if not any(search.can_improve for search in searches):
@@ -252,7 +252,7 @@ class _DecoderRows:
     ) -> None:
         check_length(max_new_tokens)
         if not prompts or not all(prompts):
-            raise ConfigError("generation needs one prompt or more, each of one token or more")
+            raise ConfigError("generation needs at least one prompt, and at least one token in each")
         self.pipeline = model if isinstance(model, Pipeline) else Pipeline([model])
         first = self.pipeline.chunks[0]
         self.config, self.options = first.config, first.options
@@ -260,10 +260,10 @@ class _DecoderRows:
         groups = self.groups = self.options.pg_collection
         if groups.size("cp") > 1 or self.options.sequence_parallel:
             raise ConfigError(
-                "a T5 answers token by token, and one token cannot be split over ranks; use parallel.context=1 and "
-                "parallel.sequence=false"
+                "T5 generation decodes one token at a time, which cannot be split over ranks; use parallel.context=1 "
+                "and parallel.sequence=false"
             )
-        assert self.config.vocab_size is not None, "T5Model has checked it"
+        assert self.config.vocab_size is not None, "checked by T5Model"
         self.vocab_size = self.config.vocab_size
         self.layers = [layer for chunk in self.pipeline.chunks for layer in chunk.layers()]
         self.draws = groups.speaks_for_tokens and groups.rank("dp_cp") == 0
@@ -281,7 +281,7 @@ class _DecoderRows:
         found: list[Tensor] = []
 
         def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
-            assert isinstance(model, T5Model), "a chunk of the pipeline"
+            assert isinstance(model, T5Model), "the chunks of the pipeline must be T5Models"
             output: Tensor = model(
                 self.unread, self.newest, documents=self.documents, caches=self.caches[model], hidden=hidden
             )

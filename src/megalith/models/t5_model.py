@@ -106,7 +106,7 @@ class T5Trunk(TokenEmbedder):
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, stage: Stage) -> None:
         super().__init__(config)
-        assert config.t5 is not None, "LanguageModel has checked the kind"
+        assert config.t5 is not None, "checked by LanguageModel"
         self.stage = stage
         Le, Ld = config.num_layers, config.t5.num_decoder_layers
         of_encoder = range(min(stage.first, Le), min(stage.last, Le))
@@ -175,7 +175,7 @@ class T5Model(LanguageModel):
         seed: int = 1234,
     ) -> None:
         super().__init__(config, options, stage)
-        assert config.vocab_size is not None, "LanguageModel has checked it"
+        assert config.vocab_size is not None, "checked by LanguageModel"
         self.model: T5Trunk = T5Trunk(config, self.options, self.stage)
         self.lm_head: ColumnParallelLinear | None = None
         if self.stage.has_head:
@@ -285,11 +285,13 @@ class T5Model(LanguageModel):
         if decoder_tokens is not None:
             self._check_shape(decoder_tokens, hidden)
             if len(decoder_tokens) != len(tokens):
-                raise ShapeError(f"the decoder must have the encoder's {len(tokens)} rows; got {len(decoder_tokens)}")
+                raise ShapeError(
+                    f"decoder_tokens must have as many rows as tokens ({len(tokens)}); got {len(decoder_tokens)}"
+                )
             if decoder_tokens.shape[1] == 0:
                 raise ShapeError("decoder_tokens must have at least one token; a T5 decoder starts with padding")
         elif not (self.stage.has_embedding and self.stage.has_head):
-            raise ShapeError("the encoder's output is asked of a whole model, and this is a stage; pass decoder_tokens")
+            raise ShapeError("only a whole model returns the encoder's output; this is a stage; pass decoder_tokens")
 
     def _documents(
         self,
@@ -307,8 +309,9 @@ class T5Model(LanguageModel):
             return documents
         if documents is not None or caches is not None or self.options.pg_collection.size("cp") > 1:
             raise ShapeError(
-                "masks are of whole rows, and stand for documents; beside these, with caches, or where cp splits rows, "
-                "pass documents alone: PairedDocuments.from_padding(attention_mask, decoder_attention_mask)"
+                "attention_mask and decoder_attention_mask cannot be combined with documents, caches or context "
+                "parallelism; pass only documents, which PairedDocuments.from_padding(attention_mask, "
+                "decoder_attention_mask) makes from masks of whole rows"
             )
         rows = tokens if decoder_tokens is None else decoder_tokens
         of_rows = zip(masks, (tokens, rows), strict=True)
@@ -330,8 +333,8 @@ class T5Model(LanguageModel):
         key = self._dropout_key(both, dropout_key) if self.training else None
         if key is not None and key.tokens.shape != both.shape:
             raise ShapeError(
-                f"dropout_key must have the token ids of the encoder's and the decoder's rows, {list(both.shape)}; got "
-                f"{list(key.tokens.shape)}"
+                f"dropout_key must have token ids of shape {list(both.shape)}, the encoder's and then the decoder's; "
+                f"got {list(key.tokens.shape)}"
             )
         Se = tokens.shape[1]
         of_encoder = None if key is None else replace(key, tokens=key.tokens[:, :Se])

@@ -225,9 +225,9 @@ def test_an_exported_folder_loads_there_without_a_word_and_comes_back(case, tmp_
         ({"position_embedding_type": "relative_key"}, "position_embedding_type must be 'absolute'"),
         ({"is_decoder": True}, "is_decoder must be False"),
         ({"add_cross_attention": True}, "add_cross_attention must be False"),
-        ({"embedding_size": 8}, r"embedding_size \(8\) is a field that our model does not know"),
-        ({"type_vocab_size": "two"}, "type_vocab_size must be a whole number"),
-        ({"hidden_size": None}, "must have hidden_size"),
+        ({"embedding_size": 8}, r"embedding_size \(8\) is a field that Megalith does not know"),
+        ({"type_vocab_size": "two"}, "type_vocab_size must be an integer"),
+        ({"hidden_size": None}, "lacks required fields: hidden_size"),
     ],
 )
 def test_what_our_model_lacks_is_refused_by_field(fields, message):
@@ -250,7 +250,7 @@ def test_a_roberta_whose_head_has_another_activation_is_refused():
 
 def test_a_dropout_that_their_classifier_does_not_have_is_refused():
     fields = {**MegatronBertConfig(**SHAPE).to_dict(), "classifier_dropout": 0.3}
-    with pytest.raises(ConfigError, match="classifier_dropout must be absent: their classifiers drop by hidden"):
+    with pytest.raises(ConfigError, match="classifier_dropout must be absent: the transformers classifiers use hidden"):
         MEGATRON_BERT_CLASSIFICATION.config_from_hf(fields)
     ours = of_ours(residual={}, bert={"num_token_types": 2, "head": "classification", "num_classes": 2})
     MEGATRON_BERT_CLASSIFICATION.require(ours)
@@ -262,7 +262,9 @@ def test_a_dropout_that_their_classifier_does_not_have_is_refused():
 
 
 def test_an_architecture_that_is_none_of_ours_is_refused():
-    with pytest.raises(ConfigError, match=r"architectures of BertForPreTraining or .*; got \['BertModel'\]"):
+    with pytest.raises(
+        ConfigError, match=r"architectures in config.json .* must be BertForPreTraining or .*; got \['BertModel'\]"
+    ):
         detect({"model_type": "bert", "architectures": ["BertModel"]})
 
 
@@ -294,7 +296,7 @@ def test_a_bias_that_differs_from_its_other_name_is_refused():
     theirs = CASES["bert"].build()
     config = BERT_PRETRAINING.config_from_hf(theirs.config.to_dict())
     state = theirs.state_dict() | {"cls.predictions.decoder.bias": torch.ones(61)}
-    with pytest.raises(CheckpointError, match=r"decoder\.bias must equal cls\.predictions\.bias, .* and differs"):
+    with pytest.raises(CheckpointError, match=r"decoder\.bias must equal cls\.predictions\.bias, .* but differs"):
         BERT_PRETRAINING.from_hf(state, config)
 
 

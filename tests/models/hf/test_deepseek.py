@@ -113,26 +113,26 @@ def test_groups_that_limit_no_choice_are_not_read_as_they_are_refused_in_a_run(n
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("deepseek_v3", {"num_key_value_heads": 2}, r"num_key_value_heads must be num_attention_heads \(4\); got 2"),
-        ("deepseek_v3", {"n_routed_experts": "many"}, "n_routed_experts must be a whole number; got 'many'"),
-        ("deepseek_v3", {"quantization_config": {"bits": 8}}, "quantization_config .* is a field that our model does"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, r"num_key_value_heads must equal num_attention_heads \(4\); got 2"),
+        ("deepseek_v3", {"n_routed_experts": "many"}, "n_routed_experts must be an integer; got 'many'"),
+        ("deepseek_v3", {"quantization_config": {"bits": 8}}, "quantization_config .* is a field that Megalith does"),
         (
             "deepseek_v3",
             {"rope_parameters": None, "rope_scaling": {**peers.ROPE_SCALINGS["yarn"], "mscale_all_dim": 1.0}},
-            "mscale_all_dim of rope_scaling must come with mscale",
+            "mscale_all_dim of rope_scaling requires mscale",
         ),
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob must be true with .* above 1, .*; got False with 4"),
-        ("deepseek_v3", {"num_experts_per_tok": 1, "topk_group": 1}, "and false with 1; got True with 1"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob must be true if .* above 1, .*; got False with 4"),
+        ("deepseek_v3", {"num_experts_per_tok": 1, "topk_group": 1}, "and false if it is 1; got True with 1"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', .*; got 'softmax'"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', .*; got 'greedy'"),
-        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq must be 1, the only value our model has; got 2"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq must be 1, the only supported value; got 2"),
         ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts must be 1 or more, .*; got 0"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace must be 0 or more; got -1"),
         ("deepseek_v3", {"n_group": 3}, r"num_groups \(3\) and .* the first divide model.moe.num_experts \(8\)"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False, the only value our model has"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False, the only supported value"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method must be 'greedy' or 'group_limited_greedy'; got"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be False"),
-        ("deepseek_v2", {"rope_interleave": False}, "rope_interleave .* is a field that our model does not know"),
+        ("deepseek_v2", {"rope_interleave": False}, "rope_interleave .* is a field that Megalith does not know"),
     ],
 )
 def test_what_our_model_lacks_is_refused_by_field(name, fields, message):
@@ -151,7 +151,7 @@ SIGMOID = {"score_function": "sigmoid", "expert_bias_update_rate": 1e-3}
     ("family", "settings", "message"),
     [
         (LLAMA, {"mla": LATENT}, r"mla must be None; got MLAConfig\(kv_lora_rank=4"),
-        (DEEPSEEK_V3, {}, "mla.kv_lora_rank must be 'a size'; got None"),
+        (DEEPSEEK_V3, {}, "mla.kv_lora_rank must be 'a positive integer'; got None"),
         (DEEPSEEK_V3, {"mla": LATENT | {"norm_epsilon": None}}, "mla.norm_epsilon must be 1e-06; got None"),
         (DEEPSEEK_V3, {"mla": LATENT | {"norm_epsilon": 1e-4}}, "mla.norm_epsilon must be 1e-06; got 0.0001"),
         (DEEPSEEK_V3, {"mla": LATENT, "attention": {"scale": 0.5}}, "attention.scale must be None; got 0.5"),
@@ -160,7 +160,7 @@ SIGMOID = {"score_function": "sigmoid", "expert_bias_update_rate": 1e-3}
         (
             DEEPSEEK_V3,
             {"moe": EXPERTS | {"router": {"score_function": "sigmoid"}}},
-            "expert_bias_update_rate must be 'a rate'; got None",
+            "expert_bias_update_rate must be 'a number'; got None",
         ),
         (
             DEEPSEEK_V3,
@@ -231,7 +231,7 @@ def test_modules_with_an_embedding_of_their_own_and_others_than_the_config_names
     tensors = load_file(file)
     key = "model.layers.2.shared_head.head.weight"
     save_file(tensors | {key: tensors[key] + 1.0}, file)
-    with pytest.raises(CheckpointError, match=rf"{key} must equal lm_head.weight, which our modules"):
+    with pytest.raises(CheckpointError, match=rf"{key} must equal lm_head.weight, which Megalith's multi-token"):
         open_folder(tmp_path)
     save_file({name: tensor for name, tensor in tensors.items() if name != key}, file)
     assert open_folder(tmp_path).config.mtp.num_modules == 1

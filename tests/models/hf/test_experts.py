@@ -30,11 +30,11 @@ def test_absent_fields_have_the_defaults_of_transformers(peer):
     [
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0"),
         ("mixtral", {"num_experts_per_tok": 9}, r"top_k \(9\) must be at most model.moe.num_experts \(4\)"),
-        ("mixtral", {"n_shared_experts": 1}, r"n_shared_experts \(1\) is a field that our model does not know"),
-        ("qwen3_moe", {"num_experts": 6}, "num_experts and num_local_experts must be the same"),
+        ("mixtral", {"n_shared_experts": 1}, r"n_shared_experts \(1\) is a field that Megalith does not know"),
+        ("qwen3_moe", {"num_experts": 6}, "num_experts and num_local_experts must be equal"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
-        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers be indices"),
-        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "must leave a layer with experts"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layer indices"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "must leave at least one layer with experts"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha must be 1\.702"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config .* does not know"),
     ],
@@ -53,7 +53,7 @@ def test_what_our_model_lacks_is_refused_by_field(name, fields, message):
         (MIXTRAL, {"moe": {"num_experts": 4, "router": {"scaling_factor": 2.5}}}, r"moe.router.scaling_factor must be"),
         (MIXTRAL, {"moe": {"num_experts": 4, "capacity": {"factor": 1.0}}}, r"moe.capacity must be None"),
         (QWEN3_MOE, {"moe": {"num_experts": 4, "shared_ffn_hidden_size": 8}}, r"moe.shared_ffn_hidden_size must be"),
-        (QWEN2_MOE, {"moe": {"num_experts": 4}}, r"moe.shared_ffn_hidden_size must be 'a number'; got None"),
+        (QWEN2_MOE, {"moe": {"num_experts": 4}}, r"moe.shared_ffn_hidden_size must be 'a positive integer'; got None"),
         (GPT_OSS, {"moe": {"num_experts": 4}, "activation": "quick_geglu"}, r"glu.offset must be 1.0; got 0.0"),
     ],
 )
@@ -91,14 +91,16 @@ def test_experts_of_several_dtypes_or_too_few_are_refused(tmp_path):
     file, key = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     tensors = load_file(file)
     save_file(tensors | {key: tensors[key].bfloat16()}, file)
-    with pytest.raises(CheckpointError, match=r"one dtype; model.layers.1.mlp.experts.gate_up_proj of BF16, F32"):
+    with pytest.raises(CheckpointError, match=r"the same dtype; model.layers.1.mlp.experts.gate_up_proj has BF16, F32"):
         open_folder(tmp_path)
     save_file({name: tensor for name, tensor in tensors.items() if name != key}, file)
     with pytest.raises(CheckpointError, match=f"missing: {key}"):
         open_folder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 10**9}))
-    with pytest.raises(CheckpointError, match=r"with 2,000,000,000 experts in all layers must have a tensor for each"):
+    with pytest.raises(
+        CheckpointError, match=r"with 2,000,000,000 experts in total must have at least one tensor for each"
+    ):
         open_folder(tmp_path)
 
 
@@ -107,7 +109,7 @@ def test_a_factor_of_the_weights_is_why_no_family_fits_and_the_error_begins_with
         fitting(TransformerConfig(preset="moe-tiny", vocab_size=2048))
     lines = str(refused.value).splitlines()
     assert lines[:3] == [
-        "no family of transformers fits; the nearest:",
+        "no transformers architecture can represent this model; the closest:",
         "MixtralForCausalLM cannot represent this model:",
         "- moe.router.scaling_factor must be 1.0; got 2.0",
     ]

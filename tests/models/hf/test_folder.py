@@ -50,7 +50,7 @@ def test_more_layers_than_tensors_are_refused_before_they_are_named(tmp_path):
     peers.llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10_000}))
-    with pytest.raises(CheckpointError, match="with 10,000 layers must have a tensor for each of them at least"):
+    with pytest.raises(CheckpointError, match="with 10,000 layers must have at least one tensor for each"):
         read_folder(tmp_path)
 
 
@@ -129,17 +129,17 @@ def nothing(folder):
     [
         (remove_config, r"cannot read .*config\.json: No such file"),
         (break_config, r"config\.json is not JSON"),
-        (list_as_config, r"config\.json must hold a JSON object; it holds a list"),
+        (list_as_config, r"config\.json must contain a JSON object; it contains a list"),
         (nest_config, r"config\.json is not JSON"),
         (pipe_as_config, r"cannot read .*config\.json: it is a FIFO, not a regular file"),
         (pipe_as_shard, r"cannot read .*\.safetensors: it is a FIFO, not a regular file"),
         (truncate_shard, r"safetensors cannot be read as safetensors"),
         (remove_shard, r"cannot read .*\.safetensors: No such file"),
-        (smuggle_a_tensor, r"must list the same tensors; only one has: model\."),
-        (point_outside, r"must name files of its own folder; it names '\.\./elsewhere\.safetensors'"),
+        (smuggle_a_tensor, r"must list the same tensors; only one of them has: model\."),
+        (point_outside, r"must only name files in its own folder; it names '\.\./elsewhere\.safetensors'"),
         (lose_the_map, r"must have a weight_map"),
-        (only_a_pickle, r"it holds pytorch_model\.bin, a pickle, which is never read"),
-        (nothing, r"must hold model\.safetensors or model\.safetensors\.index\.json; it holds neither"),
+        (only_a_pickle, r"it contains pytorch_model\.bin, but pickle files are never read"),
+        (nothing, r"must contain model\.safetensors or model\.safetensors\.index\.json; it contains neither"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -106,8 +106,8 @@ def test_one_base_for_all_layers_is_written_as_two():
         ({"hidden_size": -4}, "hidden_size must be a number from 1 to .*; got -4"),
         ({"num_hidden_layers": 10**12, "layer_types": None}, "num_layers: Input should be less than or equal to 10000"),
         ({"layer_types": [LOCAL]}, "layer_types must be sliding_attention or full_attention for each of"),
-        ({"sliding_window": None}, "need a window, and config.json has none"),
-        ({"mlp_bias": True}, "mlp_bias .* is a field that our model does not know"),
+        ({"sliding_window": None}, "need a window, but config.json does not enable one"),
+        ({"mlp_bias": True}, "mlp_bias .* is a field that Megalith does not know"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be one of .*got 'dynamic'"),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_our_model_lacks_is_refused_by_field(family, fields, message):
             {"rope_parameters": {LOCAL: {"rope_type": "linear", "factor": 2.0}}},
             "rope_parameters.sliding_attention must have rope_type 'default'; got 'linear'",
         ),
-        ({"rope_local_base_freq": 7.0}, "the bases of the rotary positions differ"),
+        ({"rope_local_base_freq": 7.0}, r"the rotary bases \(rope_theta\) differ"),
     ],
 )
 def test_what_gemma_3_lacks_is_refused_by_field(fields, message):

@@ -71,8 +71,8 @@ def test_absent_fields_have_the_defaults_of_transformers():
         ({"scale_attn_weights": False}, "scale_attn_weights must be True"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False"),
         ({"add_cross_attention": True}, "add_cross_attention must be False"),
-        ({"multi_query": True}, r"multi_query \(True\) is a field that our model does not know"),
-        ({"n_layer": None, "n_head": None}, "must have n_layer, n_head"),
+        ({"multi_query": True}, r"multi_query \(True\) is a field that Megalith does not know"),
+        ({"n_layer": None, "n_head": None}, "lacks required fields: n_layer, n_head"),
     ],
 )
 def test_what_our_model_lacks_is_refused_by_field(fields, message):

@@ -36,9 +36,9 @@ def test_absent_fields_have_the_defaults_of_transformers_and_nulls_are_not_absen
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention_bias": True}, r"attention_bias \(True\) is a field that our model does not know"),
-        ({"layer_types": ["full_attention"]}, "layer_types .* is a field that our model does not know"),
-        ({"sliding_window": "4"}, r"sliding_window must be a whole number; got '4'"),
+        ({"attention_bias": True}, r"attention_bias \(True\) is a field that Megalith does not know"),
+        ({"layer_types": ["full_attention"]}, "layer_types .* is a field that Megalith does not know"),
+        ({"sliding_window": "4"}, r"sliding_window must be an integer; got '4'"),
         ({"sliding_window": 0}, r"attention.window: Input should be greater than or equal to 1"),
         ({"rope_scaling": {"type": "longrope"}}, r"rope_type must be one of .*got 'longrope'"),
     ],

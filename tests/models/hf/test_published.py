@@ -72,7 +72,7 @@ def test_positions_of_images_are_refused():
 
 
 def test_fields_that_contradict_what_transformers_computes_are_refused():
-    with pytest.raises(ConfigError, match=r"sliding_window_size must be sliding_window \(4096\).*got 1024"):
+    with pytest.raises(ConfigError, match=r"sliding_window_size must equal sliding_window \(4096\).*got 1024"):
         GEMMA2.config_from_hf({**GEMMA2_9B, "sliding_window_size": 1024})
     with pytest.raises(ConfigError, match="rope_interleaved must be False"):
         LLAMA.config_from_hf({**SMOLLM2, "rope_interleaved": True})

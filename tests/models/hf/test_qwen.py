@@ -22,10 +22,13 @@ def test_absent_fields_have_the_defaults_of_transformers(peer):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "need a window, and config.json has none"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "need a window, but config.json does not enable one",
+        ),
         (
             {"use_sliding_window": True, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
-            "need a window, and config.json has none",
+            "need a window, but config.json does not enable one",
         ),
         ({"layer_types": ["full_attention"]}, "layer_types must be .* for each of 2 layers; got"),
         ({"layer_types": ["full_attention", ["chunked_attention"]]}, "layer_types must be .* for each of 2 layers"),
@@ -34,7 +37,7 @@ def test_absent_fields_have_the_defaults_of_transformers(peer):
             "attention.window: Input should be",
         ),
         ({"layer_types": "full_attention"}, "layer_types must be a list; got 'full_attention'"),
-        ({"mlp_bias": True}, "mlp_bias .* is a field that our model does not know"),
+        ({"mlp_bias": True}, "mlp_bias .* is a field that Megalith does not know"),
         ({"hidden_act": "relu"}, "hidden_act must be 'silu'"),
     ],
 )

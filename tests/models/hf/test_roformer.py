@@ -23,15 +23,18 @@ CLASSES = {"num_token_types": 2, "head": "classification", "num_classes": 3}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rotary_value": True}, "rotary_value must be False, the only value our model has; got True"),
-        ({"embedding_size": 16}, r"embedding_size must be hidden_size \(32\), or absent; got 16"),
+        ({"rotary_value": True}, "rotary_value must be False, the only supported value; got True"),
+        ({"embedding_size": 16}, r"embedding_size must equal hidden_size \(32\) or be absent; got 16"),
         ({"is_decoder": True}, "is_decoder must be False"),
         ({"add_cross_attention": True}, "add_cross_attention must be False"),
         ({"hidden_act": "silu"}, "hidden_act must be one of gelu.*got 'silu'"),
-        ({"classifier_dropout": 0.1}, "classifier_dropout must be absent: their classifier drops by hidden_dropout"),
-        ({"rope_theta": 500000.0}, r"rope_theta \(500000.0\) is a field that our model does not know"),
+        (
+            {"classifier_dropout": 0.1},
+            "classifier_dropout must be absent: the transformers classifier uses hidden_dropout",
+        ),
+        ({"rope_theta": 500000.0}, r"rope_theta \(500000.0\) is a field that Megalith does not know"),
         ({"num_attention_heads": 32}, "must be even under rope; it is 1"),
-        ({"max_position_embeddings": 24.0}, "max_position_embeddings must be a whole number; got 24.0"),
+        ({"max_position_embeddings": 24.0}, "max_position_embeddings must be an integer; got 24.0"),
     ],
 )
 def test_what_our_model_lacks_is_refused_by_field(fields, message):
@@ -67,9 +70,12 @@ def test_a_table_that_is_rounded_or_absent_is_read(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda table: table.index_put((torch.tensor(20), torch.tensor(3)), torch.tensor(0.5)), "differs from what"),
-        (lambda table: table.index_fill(0, torch.tensor(23), float("nan")), "differs from what"),
-        (lambda table: table.roll(1, 0), r"differs from what .* of width 8 from position 0 on"),
+        (
+            lambda table: table.index_put((torch.tensor(20), torch.tensor(3)), torch.tensor(0.5)),
+            "differs from the table",
+        ),
+        (lambda table: table.index_fill(0, torch.tensor(23), float("nan")), "differs from the table"),
+        (lambda table: table.roll(1, 0), r"differs from the table of width 8 .* from position 0 on"),
         (lambda table: table[:, :6].contiguous(), r"must be \[positions, 8\] .* it is \[24, 6\] in F32"),
         (lambda table: table[0], r"it is \[8\] in F32"),
         (lambda table: table.int(), r"it is \[24, 8\] in I32"),
@@ -88,7 +94,9 @@ def test_a_table_of_other_values_is_refused(change, message, tmp_path, monkeypat
 def test_a_table_of_other_values_is_refused_in_memory():
     theirs = RoFormerForMaskedLM(RoFormerConfig(**SHAPE))
     config = ROFORMER_MASKED_LM.config_from_hf(theirs.config.to_dict())
-    with pytest.raises(CheckpointError, match=f"{TABLE} differs from what RoFormerForMaskedLM computes"):
+    with pytest.raises(
+        CheckpointError, match=f"{TABLE} differs from the table of width 8 that RoFormerForMaskedLM computes"
+    ):
         ROFORMER_MASKED_LM.from_hf(theirs.state_dict() | {TABLE: theirs.state_dict()[TABLE].flip(1)}, config)
 
 
@@ -112,13 +120,13 @@ def test_a_binary_head_is_no_part_of_what_is_written():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope": {}}, r"rope.interleaved must be True; got False\ntrain what is .* model.rope.interleaved=true"),
+        ({"rope": {}}, r"rope.interleaved must be True; got False\nto export .* model.rope.interleaved=true"),
         ({"rope": {"interleaved": True, "base": 500000.0}}, r"rope.base must be 10000.0; got 500000.0"),
         ({"rope": {"interleaved": True, "percent": 0.5}}, r"rope.percent must be 1.0; got 0.5"),
         ({"residual": {}}, r"residual.norm_placement must be 'post'; got 'pre'"),
         (
             {"bert": CLASSES},
-            r"bert.classifier_activation must be 'gelu'; got 'tanh'\ntrain what is .* model.bert.classifier_activation",
+            r"bert.classifier_activation must be 'gelu'; got 'tanh'\nto export .* model.bert.classifier_activation",
         ),
         (
             {"bert": CLASSES | {"classifier_activation": "gelu", "classifier_dropout": 0.3}},
@@ -127,7 +135,7 @@ def test_a_binary_head_is_no_part_of_what_is_written():
     ],
 )
 def test_what_theirs_lacks_is_refused_with_a_way_out(fields, message):
-    with pytest.raises(ConfigError, match=rf"(?s)the nearest:\nRoFormer[^\n]*:\n- {message}"):
+    with pytest.raises(ConfigError, match=rf"(?s)the closest:\nRoFormer[^\n]*:\n- {message}"):
         fitting(of_ours(**ROTARY | fields))
 
 
@@ -135,5 +143,5 @@ def test_a_classifier_with_the_activation_of_its_layers_is_theirs():
     ours = of_ours(**ROTARY, bert=CLASSES | {"classifier_activation": "gelu"})
     assert fitting(ours) == ROFORMER_CLASSIFICATION
     learned = of_ours(bert=CLASSES | {"classifier_activation": "gelu"})
-    with pytest.raises(ConfigError, match=r"bert.classifier_activation must be 'tanh'; got 'gelu'\ntrain what is"):
+    with pytest.raises(ConfigError, match=r"bert.classifier_activation must be 'tanh'; got 'gelu'\nto export a model"):
         fitting(learned)

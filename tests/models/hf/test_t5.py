@@ -185,13 +185,13 @@ def test_a_head_that_files_have_is_read_and_written(tmp_path):
     ("fields", "message"),
     [
         ({"feed_forward_proj": "silu"}, r"feed_forward_proj must be one of relu, .*got 'silu'"),
-        ({"dense_act_fn": "gelu"}, "dense_act_fn must be 'relu' where feed_forward_proj is 'relu'; got 'gelu'"),
+        ({"dense_act_fn": "gelu"}, "dense_act_fn must be 'relu' if feed_forward_proj is 'relu'; got 'gelu'"),
         ({"is_gated_act": True}, "is_gated_act must be False"),
         ({"is_encoder_decoder": False}, "is_encoder_decoder must be True"),
         ({"is_decoder": True}, "is_decoder must be False"),
-        ({"num_experts": 8}, r"num_experts \(8\) is a field that our model does not know"),
-        ({"num_decoder_layers": "two"}, "num_decoder_layers must be a whole number"),
-        ({"d_kv": None}, "must have d_kv"),
+        ({"num_experts": 8}, r"num_experts \(8\) is a field that Megalith does not know"),
+        ({"num_decoder_layers": "two"}, "num_decoder_layers must be an integer"),
+        ({"d_kv": None}, "lacks required fields: d_kv"),
         ({"relative_attention_num_buckets": 6}, "must be divisible by 4"),
     ],
 )

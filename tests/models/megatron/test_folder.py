@@ -162,13 +162,13 @@ def test_a_folder_of_another_kind_is_not_taken_for_one(folder, tmp_path):
 
 def test_another_format_of_megatrons_is_named(folder):
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
-    with pytest.raises(CheckpointError, match="torch_dist; it is 'zarr'"):
+    with pytest.raises(CheckpointError, match="torch_dist format; it is in 'zarr'"):
         open_megatron_folder(folder)
 
 
 def test_a_checkpoint_without_arguments_says_what_it_lacks(folder):
     torch.save({"iteration": 3}, folder / "common.pt")
-    with pytest.raises(ConfigError, match="must hold Megatron's args"):
+    with pytest.raises(ConfigError, match="must contain Megatron's args"):
         open_megatron_folder(folder)
 
 
@@ -180,15 +180,18 @@ def test_a_checkpoint_without_arguments_says_what_it_lacks(folder):
         ({"window_size": 3}, "window_size must be .*; it is 3"),
         ({"window_size": (True, 0)}, "window_size must be"),
         ({"window_size": (10**12, 0)}, "attention.window: Input should be less than"),
-        ({"window_size": (3, 0), "window_attn_skip_freq": 0}, "window_attn_skip_freq must be n, .*; it is 0"),
-        ({"window_size": (3, 0), "window_attn_skip_freq": [1]}, "for each of 2 layers; it is list"),
+        (
+            {"window_size": (3, 0), "window_attn_skip_freq": 0},
+            "window_attn_skip_freq must be an integer n, .*; it is 0",
+        ),
+        ({"window_size": (3, 0), "window_attn_skip_freq": [1]}, "for each of the 2 layers; it is list"),
         ({"window_size": (3, 0), "window_attn_skip_freq": [1, 2]}, "window_attn_skip_freq must be"),
         ({"window_size": (3, 0), "num_layers": 10**12}, "num_layers"),
         ({"position_embedding_type": "mrope"}, "'rope' or 'learned_absolute'; it is 'mrope'"),
         (ROPE | {"rotary_percent": 0}, "rope.percent: Input should be greater than 0"),
         (ROPE | {"rotary_percent": "all"}, "rope.percent: Input should be a valid number"),
         (ROPE | {"use_rope_scaling": True, "rope_scaling_factor": 0.5}, "rope.scaling.factor: Input should be"),
-        ({"num_layers": "2"}, "whole numbers for num_layers"),
+        ({"num_layers": "2"}, "must have integers for num_layers"),
         ({"normalization": "Other"}, "normalization"),
         ({"num_attention_heads": 3}, "num_attention_heads"),
     ],
@@ -220,7 +223,7 @@ def test_num_query_groups_counts_only_with_group_query_attention():
 
 def test_arguments_of_another_size_are_refused_before_a_tensor_is_read(folder):
     rewrite_arguments(folder, ffn_hidden_size=32)
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(CheckpointError, match="which does not match"):
         open_megatron_folder(folder)
     rewrite_arguments(folder, ffn_hidden_size=24, num_layers=3)
     with pytest.raises(CheckpointError, match="must have 3 layers"):
@@ -237,17 +240,17 @@ def test_a_tensor_that_the_model_does_not_have_is_refused(folder):
 def test_files_outside_of_the_folder_are_never_read(file, folder):
     shutil.copy(folder / "__0_0.distcp", folder.parent / "outside.distcp")
     rewrite_places(folder, relative_path=file)
-    with pytest.raises(CheckpointError, match="not of its own folder"):
+    with pytest.raises(CheckpointError, match="not in its own folder"):
         open_megatron_folder(folder)
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"offset": 10**15}, "no bytes"),
-        ({"offset": -1}, "no range"),
-        ({"length": 10**15}, "no bytes"),
-        ({"length": 3}, "not what torch.save wrote"),
+        ({"offset": 10**15}, "does not contain bytes"),
+        ({"offset": -1}, "are not a valid range"),
+        ({"length": 10**15}, "does not contain bytes"),
+        ({"length": 3}, "not valid torch.save output"),
         ({"transform_descriptors": ["zstd"]}, "compressed or encrypted"),
     ],
 )
@@ -264,7 +267,7 @@ def test_rows_that_two_parts_of_a_tensor_have_are_refused(folder):
     assert (tuple(second.offsets), second.sizes) == ((num_rows, 0), first.sizes)
     second.offsets = first.offsets  # as many elements as the tensor has, half of them twice
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    said = r"word_embeddings\.weight of .* has element \[0, 0\] of model\.embed_tokens\.weight 2 times, not once"
+    said = r"word_embeddings\.weight in .* every element of model\.embed_tokens\.weight once; it has \[0, 0\] 2 times"
     with pytest.raises(CheckpointError, match=said):
         open_megatron_folder(folder)
 
@@ -283,7 +286,7 @@ def test_elements_that_reach_a_byte_beyond_their_part_of_a_file_are_refused(fold
         2, "little"
     )
     (folder / chunk.file).write_bytes(content)
-    said = rf"{chunk.file}, bytes {chunk.start} to {chunk.stop} is not .*: its elements reach beyond it"
+    said = rf"{chunk.file}, bytes {chunk.start} to {chunk.stop} is not .*: its elements extend past its end"
     with pytest.raises(CheckpointError, match=said):
         open_megatron_folder(folder)
 
@@ -291,7 +294,9 @@ def test_elements_that_reach_a_byte_beyond_their_part_of_a_file_are_refused(fold
 @pytest.mark.parametrize("arguments", [{"swiglu": False}, {"num_query_groups": 1}, {"num_query_groups": 4}])
 def test_rows_that_no_parameter_takes_are_refused(arguments, folder):
     rewrite_arguments(folder, **arguments)
-    with pytest.raises(CheckpointError, match=r"rows in all by its arguments|does not fit"):
+    with pytest.raises(
+        CheckpointError, match=r"rows in total according to the training arguments|which does not match"
+    ):
         open_megatron_folder(folder)
 
 

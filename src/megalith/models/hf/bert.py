@@ -114,7 +114,7 @@ def read_encoder(
 def write_encoder(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
     """Returns the fields that ``read_encoder`` reads; learned positions keep the model's own number."""
     bert, learned = config.bert, config.max_position_embeddings
-    assert bert is not None, "allowed_of_encoder asks for it"
+    assert bert is not None, "allowed_of_encoder requires it"
     written: dict[str, Any] = {
         "hidden_act": {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation),
         "max_position_embeddings": max_position_embeddings if learned is None else learned + bert.position_offset,

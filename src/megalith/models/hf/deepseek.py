@@ -81,7 +81,7 @@ def _read_v3(fields: Fields) -> Mapping[str, Any]:
         # our router divides the weights of several experts by their sum, but leaves a single weight as it is
         if given["norm_topk_prob"] != (given["num_experts_per_tok"] > 1):
             fields.refuse(
-                "norm_topk_prob must be true with num_experts_per_tok above 1, and false with 1; got "
+                "norm_topk_prob must be true if num_experts_per_tok is above 1, and false if it is 1; got "
                 f"{given['norm_topk_prob']} with {given['num_experts_per_tok']}"
             )
         # the bias stays constant unless a run sets an update rate
@@ -121,7 +121,7 @@ def _read_latents(fields: Fields, *, interleaved: bool) -> dict[str, Any]:
         fields.optional(name, kind)
     heads = fields["num_attention_heads"]
     if (keys := fields.get("num_key_value_heads", heads)) != heads:
-        fields.refuse(f"num_key_value_heads must be num_attention_heads ({heads}); got {keys}")
+        fields.refuse(f"num_key_value_heads must equal num_attention_heads ({heads}); got {keys}")
     bias = fields.get("attention_bias", False)
     sizes = {name: fields.get(name, default) for name, default in _SIZES.items()}
     settings = read_llamas(fields)
@@ -137,7 +137,7 @@ def _with_mscale(rope: dict[str, Any], fields: Fields) -> dict[str, Any]:
     """Returns ``rope``; rejects an mscale_all_dim that was dropped from it but that their attention still applies."""
     given = [fields.optional(name, dict) or {} for name in ("rope_scaling", "rope_parameters")]
     if any(one.get("mscale_all_dim") for one in given) and "mscale_all_dim" not in (rope["scaling"] or {}):
-        fields.refuse("mscale_all_dim of rope_scaling must come with mscale, and without attention_factor")
+        fields.refuse("mscale_all_dim of rope_scaling requires mscale, and cannot be combined with attention_factor")
     return rope
 
 
@@ -151,7 +151,9 @@ def _read_experts(fields: Fields, given: Mapping[str, Any], num_modules: int) ->
         return None
     _only(fields, given, "moe_layer_freq", of=_EXPERTS_V3)
     if (shared := given["n_shared_experts"]) < 1:
-        fields.refuse(f"n_shared_experts must be 1 or more, as their class has a shared MLP in any case; got {shared}")
+        fields.refuse(
+            f"n_shared_experts must be 1 or more, because the transformers class always has a shared MLP; got {shared}"
+        )
     return {
         "num_experts": given["n_routed_experts"],
         "top_k": given["num_experts_per_tok"],
@@ -172,11 +174,11 @@ def _num_modules(fields: Fields) -> int:
 def _only(fields: Fields, given: Mapping[str, Any], *names: str, of: Mapping[str, Any]) -> None:
     for name in names:
         if given[name] != of[name]:
-            fields.refuse(f"{name} must be {of[name]!r}, the only value our model has; got {given[name]!r:.80}")
+            fields.refuse(f"{name} must be {of[name]!r}, the only supported value; got {given[name]!r:.80}")
 
 
 def _write_v3(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
-    assert config.rope is not None, "a DeepSeek-V3 has rotary positions"
+    assert config.rope is not None, "DeepSeek-V3 has rotary positions"
     return {
         **_write_latents(config, max_position_embeddings),
         **({} if config.moe is None else _write_experts(config, config.moe)),
@@ -198,7 +200,7 @@ def _write_v2(config: TransformerConfig, max_position_embeddings: int) -> Mappin
 
 
 def _write_latents(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
-    assert config.mla is not None, "the family has latents"
+    assert config.mla is not None, "all DeepSeek models have MLA"
     return {
         **write_llamas(config, max_position_embeddings),
         **{name: getattr(config.mla, name) for name in (*_SIZES, "q_lora_rank")},
@@ -209,7 +211,7 @@ def _write_latents(config: TransformerConfig, max_position_embeddings: int) -> d
 
 
 def _write_experts(config: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
-    assert moe.shared_ffn_hidden_size is not None, "and shared experts"
+    assert moe.shared_ffn_hidden_size is not None, "DeepSeek's MoE layers have shared experts"
     return {
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
@@ -240,7 +242,7 @@ def _allowed_v3(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
         **allowed,
         **_allowed_of_experts(config, config.moe, group_score_topk=2),
         "moe.router.score_function": ("sigmoid",),
-        "moe.router.expert_bias_update_rate": ("a rate" if rate is None else rate,),
+        "moe.router.expert_bias_update_rate": ("a number" if rate is None else rate,),
     }
 
 
@@ -258,7 +260,7 @@ def _allowed_v2(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _allowed_of_latents(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
-    of_latents: dict[str, tuple[Any, ...]] = {"mla.kv_lora_rank": ("a size",)}
+    of_latents: dict[str, tuple[Any, ...]] = {"mla.kv_lora_rank": ("a positive integer",)}
     if config.mla is not None:
         of_latents = left_open(config, *(f"mla.{name}" for name in MLAConfig.model_fields))
         of_latents["mla.norm_epsilon"] = (_EPSILON, None) if config.layernorm_epsilon == _EPSILON else (_EPSILON,)

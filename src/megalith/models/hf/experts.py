@@ -34,19 +34,20 @@ def read_expert_layers(fields: Fields) -> tuple[bool, ...] | None:
     step, dense = fields.get("decoder_sparse_step", 1), fields.optional("mlp_only_layers", list) or []
     if step < 1 or any(type(index) is not int for index in dense):
         fields.refuse(
-            f"decoder_sparse_step must be at least 1, and mlp_only_layers be indices; got {step} and {dense!r:.80}"
+            "decoder_sparse_step must be at least 1, and mlp_only_layers must be a list of layer indices; got "
+            f"{step} and {dense!r:.80}"
         )
         return None
     num_layers, without = min(fields["num_hidden_layers"], MOST_LAYERS), frozenset(dense)
     layers = tuple((index + 1) % step == 0 and index not in without for index in range(num_layers))
     if layers and not any(layers):
-        fields.refuse("decoder_sparse_step and mlp_only_layers must leave a layer with experts; they leave none")
+        fields.refuse("decoder_sparse_step and mlp_only_layers must leave at least one layer with experts")
         return None
     return shortest_pattern(layers)
 
 
 def write_expert_layers(config: TransformerConfig) -> dict[str, Any]:
     """The inverse of ``read_expert_layers``."""
-    assert config.moe is not None, "the family has experts"
+    assert config.moe is not None, "this family has experts"
     dense = [index for index in range(config.num_layers) if not config.moe.has_experts(index)]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}

@@ -48,12 +48,13 @@ FAMILIES = (
 _PART = re.compile(r"; got \w+Config\(")  # the value of a settings group that must be absent
 _WAYS_OUT: Mapping[str, str] = MappingProxyType(
     {
-        "moe.router.scaling_factor must be ": "without latent attention (model.mla) no family has such a factor: train "
-        "what is to be exported with model.moe.router.scaling_factor=1, the default",
-        "rope.interleaved must be True; got False": "train what is to be exported with model.rope.interleaved=true, as "
-        "the recipe bert-tiny does: it learns the same, and only which features are a pair differs",
-        "bert.classifier_activation must be ": "train what is to be exported with model.bert.classifier_activation as "
-        "it says; a classifier of rotary positions has model.activation there, and any other tanh",
+        "moe.router.scaling_factor must be ": "only families with latent attention (model.mla) support this factor; to "
+        "export a model of another family, train it with model.moe.router.scaling_factor=1, the default",
+        "rope.interleaved must be True; got False": "to export a model, train it with model.rope.interleaved=true, as "
+        "the recipe bert-tiny does; this only changes which features are paired, not what the model can learn",
+        "bert.classifier_activation must be ": "to export a model, train it with this "
+        "model.bert.classifier_activation: the value of model.activation for a classifier with rotary positions, tanh "
+        "for any other",
     }
 )
 
@@ -76,8 +77,8 @@ def detect(hf_config: Mapping[str, Any]) -> Family:
     if not chosen:
         known = dict.fromkeys(family.architecture for family in found)
         raise ConfigError(
-            f"config.json of a {model_type} model must have architectures of {' or '.join(known)}, which differ in "
-            f"their heads; got {named!r:.80}"
+            f"architectures in config.json of a {model_type} model must be {' or '.join(known)}, which determines the "
+            f"head; got {named!r:.80}"
         )
     return next(family for family in chosen if family.has_config(hf_config))
 
@@ -97,7 +98,7 @@ def fitting(config: TransformerConfig) -> Family:
             return family
     nearest, *others = sorted(refusals, key=_distance)
     hints = [hint for reason, hint in _WAYS_OUT.items() if f"\n- {reason}" in nearest]
-    nearest = "\n".join(["no family of transformers fits; the nearest:", nearest, *hints])
+    nearest = "\n".join(["no transformers architecture can represent this model; the closest:", nearest, *hints])
     raise ConfigError("\n".join([nearest, *others]))
 
 

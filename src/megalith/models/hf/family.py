@@ -158,12 +158,12 @@ class Family:
         least = {"layers": config.num_layers}
         if config.moe is not None and self.separate_experts:
             with_experts = sum(map(config.moe.has_experts, range(config.num_layers)))
-            least["experts in all layers"] = config.moe.num_experts * with_experts
+            least["experts in total"] = config.moe.num_experts * with_experts
         for what, number in least.items():
             if number > num_tensors:
                 raise CheckpointError(
-                    f"a {self.architecture} with {number:,} {what} must have a tensor for each of them at least; there "
-                    f"are {num_tensors:,}; is config.json that of these files?"
+                    f"a {self.architecture} with {number:,} {what} must have at least one tensor for each; found only "
+                    f"{num_tensors:,}; does config.json belong to these files?"
                 )
 
     def check_table(self, key: str, rows: Tensor, first: int, config: TransformerConfig) -> None:
@@ -175,8 +175,8 @@ class Family:
         rounding = max(torch.finfo(rows.dtype).eps, _TABLE_ROUNDING)
         if rows.shape != want.shape or not ((rows - want).abs() <= rounding).all():  # false for NaN
             raise CheckpointError(
-                f"{key} differs from what {self.architecture} computes for rows of width {want.shape[-1]} from "
-                f"position {first} on; our model computes it, and cannot have another"
+                f"{key} differs from the table of width {want.shape[-1]} that {self.architecture} computes, from "
+                f"position {first} on; Megalith computes this table and cannot use a different one"
             )
 
     def tables_of(self, config: TransformerConfig, num_positions: int) -> dict[str, Tensor]:
@@ -201,15 +201,15 @@ class Family:
     def not_a_copy(self, copy: str, original: str) -> CheckpointError:
         """Returns the error for one of ``copies`` that differs from its original."""
         if copy in self.aliases:
-            return CheckpointError(f"{copy} must equal {original}, which it is another name of, and differs")
+            return CheckpointError(f"{copy} must equal {original}, of which it is an alias, but differs")
         if copy == self.head:
             return CheckpointError(
-                f"{copy} must equal {original} where tie_word_embeddings is true, and differs; set tie_word_embeddings "
+                f"{copy} must equal {original} if tie_word_embeddings is true, but differs; set tie_word_embeddings "
                 "to false to keep both"
             )
         return CheckpointError(
-            f"{copy} must equal {original}, which our modules of multi-token prediction share with the model, and "
-            f"differs; take the tensors of that layer out of the files to import the model without it"
+            f"{copy} must equal {original}, which Megalith's multi-token prediction modules share with the model, but "
+            f"differs; remove the tensors of that layer from the files to import the model without it"
         )
 
     def from_hf(self, state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ __all__ = ["Fields"]
 T = TypeVar("T")
 
 _SPELLED: Mapping[type, str] = MappingProxyType(
-    {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object", list: "a list"}
+    {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "an object", list: "a list"}
 )
 _LARGEST = 2**63  # limit for an integer in a float field
 
@@ -95,7 +95,7 @@ class Fields:
         if (given := self._fields.get("model_type")) != model_type:
             raise ConfigError(f"config.json must have model_type {model_type!r}; got {_shown(given)}")
         if missing := [name for name in required if name not in self._fields]:
-            raise ConfigError(f"config.json of a {model_type} model must have {', '.join(missing)}; it does not")
+            raise ConfigError(f"config.json of a {model_type} model lacks required fields: {', '.join(missing)}")
 
     def __getitem__(self, name: str) -> int:
         """Returns a required field; all required fields are sizes."""
@@ -127,7 +127,7 @@ class Fields:
     def expect(self, name: str, only: bool) -> None:
         """Records a violation unless the field is absent or equals ``only``."""
         if self.get(name, only) != only:
-            self.refuse(f"{name} must be {only!r}, the only value our model has; got {not only!r}")
+            self.refuse(f"{name} must be {only!r}, the only supported value; got {not only!r}")
 
     def refuse(self, violation: str) -> None:
         """Records a violation, which ``build`` raises together with all others."""
@@ -143,16 +143,16 @@ class Fields:
             self.expect("is_encoder_decoder", False)
         for name in sorted(self._fields.keys() - self._read - _INERT):
             self.refuse(
-                f"{name} ({_shown(self._fields[name])}) is a field that our model does not know; "
+                f"{name} ({_shown(self._fields[name])}) is a field that Megalith does not know; "
                 f"delete it from config.json if it does not change what the network computes"
             )
         if self._violations:
-            raise ConfigError("config.json asks for what our model does not have:\n- " + "\n- ".join(self._violations))
+            raise ConfigError("config.json describes an unsupported model:\n- " + "\n- ".join(self._violations))
         try:
             return TransformerConfig(**settings)
         except ValidationError as error:
             wrong = [": ".join((".".join(map(str, one["loc"])), one["msg"])) for one in error.errors()]
-            raise ConfigError("config.json gives a model that cannot be:\n- " + "\n- ".join(wrong)) from error
+            raise ConfigError("config.json describes an invalid model:\n- " + "\n- ".join(wrong)) from error
 
 
 def _shown(value: Any) -> str:

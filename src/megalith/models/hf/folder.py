@@ -126,8 +126,8 @@ def open_folder(location: str | Path | Store) -> ModelFolder:
     places = {name: (file_of[key], entries[key]) for name, key in keys.items()}
     if wrong := [f"{name} is {entry.dtype}" for name, (_, entry) in places.items() if entry.dtype not in _WEIGHTS]:
         raise CheckpointError(
-            f"the tensors of {store} must be {', '.join(_WEIGHTS)}; {', '.join(wrong[:8])}; save the model again in "
-            "one of them"
+            f"the tensors of {store} must have one of the dtypes {', '.join(_WEIGHTS)}; {', '.join(wrong[:8])}; save "
+            "the model again in one of these"
         )
     for copy, original in family.copies(config).items():
         if copy in places and not _equal(store, places[copy], places[original]):
@@ -176,15 +176,15 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
         size = store.size(name)
         content = store.read(name, 0, min(size, _MOST_BYTES))
     except StorageError as error:
-        raise CheckpointError(f"{error}; give the folder of a model") from error
+        raise CheckpointError(f"{error}; pass the path of a model folder") from error
     if size > _MOST_BYTES:
-        raise CheckpointError(f"{path} has {size:,} bytes, and at most {_MOST_BYTES:,} are read")
+        raise CheckpointError(f"{path} has {size:,} bytes; the limit is {_MOST_BYTES:,}")
     try:
         tree = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} must hold a JSON object; it holds a {type(tree).__name__}")
+        raise CheckpointError(f"{path} must contain a JSON object; it contains a {type(tree).__name__}")
     return tree
 
 
@@ -204,8 +204,8 @@ def _weights(
             entries.setdefault(file, {})[part.name] = replace(entry, shape=box.permuted(dims).shape)
             pieces.setdefault(part.parameter, []).append(Piece(file, part.name, box, dims))
             dtypes.setdefault(part.parameter, set()).add(entry.dtype)
-    if mixed := [f"{name} of {', '.join(sorted(found))}" for name, found in dtypes.items() if len(found) > 1]:
-        raise CheckpointError(f"the experts of a layer in {store} must have one dtype; {'; '.join(mixed[:8])}")
+    if mixed := [f"{name} has {', '.join(sorted(found))}" for name, found in dtypes.items() if len(found) > 1]:
+        raise CheckpointError(f"all experts of a layer in {store} must have the same dtype; {'; '.join(mixed[:8])}")
     index = {
         name: StoredTensor(shape, _WEIGHTS[next(iter(dtypes[name]))], tuple(pieces[name]))
         for name, shape in state_shapes(config).items()
@@ -223,16 +223,16 @@ def _headers(store: Store) -> dict[str, dict[str, ShardEntry]]:
     pickles = [name for name in names if name.endswith(".bin")]
     if pickles:
         raise CheckpointError(
-            f"{store} must hold {WHOLE} or {INDEX}; it holds {', '.join(pickles)}, a pickle, which is never read; "
-            f"where you trust it, save the model again with save_pretrained"
+            f"{store} must contain {WHOLE} or {INDEX}; it contains {', '.join(pickles)}, but pickle files are never "
+            f"read; if you trust the model, load it with transformers and save it again with save_pretrained"
         )
-    raise CheckpointError(f"{store} must hold {WHOLE} or {INDEX}; it holds neither")
+    raise CheckpointError(f"{store} must contain {WHOLE} or {INDEX}; it contains neither")
 
 
 def _shard_headers(store: Store, shard_of: Any) -> dict[str, dict[str, ShardEntry]]:
     """Reads the headers of all shards; ``shard_of`` is the index's map from tensor names to files."""
     if not isinstance(shard_of, dict) or not all(isinstance(file, str) for file in shard_of.values()):
-        raise CheckpointError(f"{store / INDEX} must have a weight_map from names to files; it has none")
+        raise CheckpointError(f"{store / INDEX} must have a weight_map from tensor names to file names; it does not")
     listed: dict[str, set[str]] = {}
     for name, file in shard_of.items():
         listed.setdefault(file, set()).add(name)
@@ -240,11 +240,11 @@ def _shard_headers(store: Store, shard_of: Any) -> dict[str, dict[str, ShardEntr
     for shard in sorted(listed):
         # an untrusted index must not reach outside its folder
         if Path(shard).name != shard:
-            raise CheckpointError(f"{store / INDEX} must name files of its own folder; it names {shard!r}")
+            raise CheckpointError(f"{store / INDEX} must only name files in its own folder; it names {shard!r}")
         headers[shard] = _header(store, shard)
         if wrong := sorted(listed[shard] ^ headers[shard].keys()):
             raise CheckpointError(
-                f"{store / shard} and {INDEX} must list the same tensors; only one has: {', '.join(wrong[:8])}"
+                f"{store / shard} and {INDEX} must list the same tensors; only one of them has: {', '.join(wrong[:8])}"
             )
     return headers
 

@@ -41,7 +41,7 @@ def _read_rest(
 ) -> dict[str, Any]:
     """Returns the settings that both models share, and those in the arguments, which differ."""
     if (activation := fields.get("hidden_activation", _ACTIVATION)) != _ACTIVATION:
-        fields.refuse(f"hidden_activation must be {_ACTIVATION!r}, half of our geglu_tanh; got {activation!r}")
+        fields.refuse(f"hidden_activation must be {_ACTIVATION!r}, which geglu_tanh is built from; got {activation!r}")
     fields.optional("hidden_act", str)  # in old files along with hidden_activation, unused
     fields.optional("cache_implementation", str)  # only for generation
     fields.expect("use_bidirectional_attention", False)
@@ -74,7 +74,7 @@ def _root(fields: Fields, name: str, default: int) -> float:
 def _read_gemma2(fields: Fields) -> Mapping[str, Any]:
     window = fields.get_or_null("sliding_window", _WINDOW)
     if (other := fields.optional("sliding_window_size", int)) not in (None, window):  # in the 9B's file as well
-        fields.refuse(f"sliding_window_size must be sliding_window ({window}), which transformers reads; got {other}")
+        fields.refuse(f"sliding_window_size must equal sliding_window ({window}), which is the one used; got {other}")
     attention = {
         **read_layer_types(fields, window, lambda index: index % 2 == 0),
         "logit_softcap": fields.get_or_null("attn_logit_softcapping", 50.0),
@@ -114,12 +114,12 @@ def _write_rest(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _write_gemma2(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
-    assert config.rope is not None, "a Gemma has rotary positions"
+    assert config.rope is not None, "Gemma has rotary positions"
     return {**_write_rest(config), **write_rope(config.rope, max_position_embeddings)}
 
 
 def _write_gemma3(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
-    assert config.rope is not None, "a Gemma has rotary positions"
+    assert config.rope is not None, "Gemma has rotary positions"
     return {**_write_rest(config), **write_rope_by_layer(config.rope, max_position_embeddings)}
 
 

@@ -32,7 +32,7 @@ _DIMS: Mapping[str, Dims] = MappingProxyType(
 
 def _read_rest(fields: Fields) -> Mapping[str, Any]:
     if (alpha := fields.get("swiglu_alpha", _ALPHA)) != _ALPHA:
-        fields.refuse(f"swiglu_alpha must be {_ALPHA}, that of quick_geglu; got {alpha}")
+        fields.refuse(f"swiglu_alpha must be {_ALPHA}, the value that quick_geglu uses; got {alpha}")
     # in the published files along with num_experts_per_tok and rope_scaling, unused
     fields.optional("experts_per_token", int)
     fields.optional("initial_context_length", int)
@@ -55,8 +55,8 @@ def _read_rest(fields: Fields) -> Mapping[str, Any]:
 
 
 def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
-    assert config.moe is not None, "a gpt-oss has experts"
-    assert config.glu is not None, "and a clamped gate"
+    assert config.moe is not None, "gpt-oss has experts"
+    assert config.glu is not None, "gpt-oss has a clamped gate"
     return {
         **write_llamas(config, max_position_embeddings),
         "intermediate_size": config.expert_ffn_hidden_size,

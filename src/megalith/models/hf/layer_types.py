@@ -35,7 +35,10 @@ def read_layer_types(fields: Fields, window: int | None, usual: Callable[[int], 
     if not any(windowed):
         return {}
     if window is None:
-        fields.refuse(f"layers of type {_WINDOW} need a window, and config.json has none switched on; give one")
+        fields.refuse(
+            f"layers of type {_WINDOW} need a window, but config.json does not enable one; set sliding_window, and "
+            "use_sliding_window=true if the model has that field"
+        )
         return {}
     return {"window": window, "window_layers": shortest_pattern(windowed)}
 

@@ -19,7 +19,7 @@ def read_llamas(fields: Fields, rope_base: float = 10000.0) -> dict[str, Any]:
     """Returns the settings that Llama and its successors share; some have another default ``rope_base``."""
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        fields.refuse(f"hidden_act must be 'silu', half of our swiglu; got {activation!r}")
+        fields.refuse(f"hidden_act must be 'silu', which swiglu is built from; got {activation!r}")
     return {
         "normalization": "RMSNorm",
         "activation": "swiglu",
@@ -30,7 +30,7 @@ def read_llamas(fields: Fields, rope_base: float = 10000.0) -> dict[str, Any]:
 
 def write_llamas(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
     """The inverse of ``read_llamas``."""
-    assert config.rope is not None, "a Llama has rotary positions"
+    assert config.rope is not None, "Llama has rotary positions"
     return {"hidden_act": "silu", **write_rope(config.rope, max_position_embeddings)}
 
 

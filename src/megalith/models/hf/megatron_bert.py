@@ -28,7 +28,7 @@ _NORMS = {"input_layernorm": "attention.ln", "post_attention_layernorm": "ln"}
 
 def _read_rest(fields: Fields, head: Mapping[str, Any]) -> Mapping[str, Any]:
     if fields.optional("classifier_dropout", float) is not None:
-        fields.refuse("classifier_dropout must be absent: their classifiers drop by hidden_dropout_prob")
+        fields.refuse("classifier_dropout must be absent: the transformers classifiers use hidden_dropout_prob")
     return read_encoder(fields, head, norm_placement="pre")
 
 

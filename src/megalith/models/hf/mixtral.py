@@ -22,8 +22,8 @@ _LINEARS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 def _read_rest(fields: Fields) -> Mapping[str, Any]:
     if fields.get("router_jitter_noise", 0.0) != 0.0:
         fields.refuse(
-            "router_jitter_noise must be 0: it varies in training what experts see too, and model.moe.router.jitter "
-            "what the router sees"
+            "router_jitter_noise must be 0: in training it perturbs the experts' input too, while "
+            "model.moe.router.jitter perturbs only the router's"
         )
     return {
         **read_llamas(fields, rope_base=1e6),
@@ -34,7 +34,7 @@ def _read_rest(fields: Fields) -> Mapping[str, Any]:
 
 
 def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
-    assert config.moe is not None, "a Mixtral has experts"
+    assert config.moe is not None, "Mixtral has experts"
     return {
         **MISTRAL.write_rest(config, max_position_embeddings),
         "intermediate_size": config.expert_ffn_hidden_size,

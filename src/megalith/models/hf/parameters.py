@@ -49,7 +49,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
     Raises ConfigError if ``vocab_size`` is not set yet.
     """
     if config.vocab_size is None:
-        raise ConfigError("model.vocab_size must be set to name the parameters; it is None until a tokenizer is known")
+        raise ConfigError("model.vocab_size must be set to list the parameters; it is None until a tokenizer is known")
     V, H = config.vocab_size, config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (V, H)}
     if config.position_embedding_type == "learned_absolute":
@@ -104,7 +104,7 @@ def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) 
     if wrong:
         more = [f"and {len(wrong) - _MOST_TOLD:,} more"] if len(wrong) > _MOST_TOLD else []
         lines = "\n- ".join([*wrong[:_MOST_TOLD], *more])
-        raise CheckpointError(f"the tensors of {source} do not fit its config:\n- {lines}")
+        raise CheckpointError(f"the tensors of {source} do not match its config:\n- {lines}")
 
 
 def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, ...]) -> None:
@@ -173,7 +173,7 @@ def _lm_head_shapes(config: TransformerConfig) -> dict[str, Shape]:
 def _bert_shapes(config: TransformerConfig) -> dict[str, Shape]:
     """Shapes of the token type embedding, the embedding's norm, and the heads."""
     H, V, bert = config.hidden_size, _vocab_size(config), config.bert
-    assert bert is not None, "its kind says so"
+    assert bert is not None, "config.kind is bert"
     shapes: dict[str, Shape] = {}
     if bert.num_token_types:
         shapes["model.embed_token_types.weight"] = (bert.num_token_types, H)
@@ -197,7 +197,7 @@ _OF_KINDS: Mapping[ModelKind, Callable[[TransformerConfig], dict[str, Shape]]] =
 
 
 def _vocab_size(config: TransformerConfig) -> int:
-    assert config.vocab_size is not None, "parameter_shapes has checked it"
+    assert config.vocab_size is not None, "checked by parameter_shapes"
     return config.vocab_size
 
 

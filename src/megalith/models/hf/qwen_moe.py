@@ -33,7 +33,7 @@ def _read_experts(fields: Fields, num_experts: int, top_k: int, ffn_hidden_size:
     names = ("num_experts", "num_local_experts")
     given = {name: number for name in names if (number := fields.optional(name, int)) is not None}
     if len(set(given.values())) > 1:
-        fields.refuse(f"num_experts and num_local_experts must be the same; got {given}; delete the wrong one")
+        fields.refuse(f"num_experts and num_local_experts must be equal; got {given}; delete the wrong one")
     return {
         "num_experts": next(iter(given.values()), num_experts),
         "top_k": fields.get("num_experts_per_tok", top_k),
@@ -46,7 +46,7 @@ def _read_experts(fields: Fields, num_experts: int, top_k: int, ffn_hidden_size:
 
 def _write_experts(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
     """The inverse of ``_read_experts``, with the other fields that both families share."""
-    assert config.moe is not None, "the family has experts"
+    assert config.moe is not None, "this family has experts"
     return {
         **write_llamas(config, max_position_embeddings),
         "use_sliding_window": config.attention.window is not None,
@@ -84,7 +84,7 @@ def _read_qwen3(fields: Fields) -> Mapping[str, Any]:
 
 
 def _write_qwen2(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
-    assert config.moe is not None, "a Qwen2-MoE has experts"
+    assert config.moe is not None, "Qwen2-MoE has experts"
     return {
         **_write_experts(config, max_position_embeddings),
         "qkv_bias": config.qkv_bias,
@@ -103,7 +103,7 @@ def _allowed_of_qwen2(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]
         **QWEN2.allowed(config),
         **left_open(config, "qkv_bias"),
         **allowed_of_experts(config, *_OF_LAYERS),
-        "moe.shared_ffn_hidden_size": (shared or "a number",),
+        "moe.shared_ffn_hidden_size": (shared or "a positive integer",),
         "moe.shared_expert_gate": (True,),
     }
 

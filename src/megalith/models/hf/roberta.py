@@ -30,7 +30,7 @@ _HEADS = {
 def _read_rest(fields: Fields, head: Mapping[str, Any]) -> Mapping[str, Any]:
     settings = read_encoder(fields, head, position_offset=fields.get("pad_token_id", _USUAL_OFFSET - 1) + 1)
     if head["head"] == "pretraining" and settings["activation"] != "gelu":
-        fields.refuse("hidden_act must be 'gelu': the head of their model has no other, whatever its layers have")
+        fields.refuse("hidden_act must be 'gelu': the transformers LM head always uses it, whatever the layers use")
     return settings
 
 

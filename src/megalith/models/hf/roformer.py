@@ -30,9 +30,9 @@ def _read_rest(fields: Fields, head: Mapping[str, Any]) -> Mapping[str, Any]:
     fields.expect("rotary_value", False)
     width = fields["hidden_size"]
     if (given := fields.get("embedding_size", width)) != width:
-        fields.refuse(f"embedding_size must be hidden_size ({width}), or absent; got {given}")
+        fields.refuse(f"embedding_size must equal hidden_size ({width}) or be absent; got {given}")
     if fields.optional("classifier_dropout", float) is not None:
-        fields.refuse("classifier_dropout must be absent: their classifier drops by hidden_dropout_prob")
+        fields.refuse("classifier_dropout must be absent: the transformers classifier uses hidden_dropout_prob")
     settings = read_encoder(fields, head)
     if head["head"] == "classification":
         settings["bert"]["classifier_activation"] = settings["activation"]

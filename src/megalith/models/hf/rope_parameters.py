@@ -104,10 +104,10 @@ def _read(fields: Fields, base_field: str, given: Mapping[str, dict[str, Any]], 
         if rope:
             scalings[name] = _read_scaling(fields, name, rope, longest)
     if len(set(bases.values())) > 1:
-        fields.refuse(f"the bases of the rotary positions differ: {bases}; delete the wrong one")
+        fields.refuse(f"the rotary bases (rope_theta) differ: {bases}; delete the wrong one")
     first, *others = scalings.values() or [{}]
     if others not in ([], [first]):
-        fields.refuse(f"rope_scaling and rope_parameters must say the same; got {scalings}; delete the wrong one")
+        fields.refuse(f"rope_scaling and rope_parameters must agree; got {scalings}; delete the wrong one")
     base = next(iter(bases.values()), default)
     if abs(base) >= 2**63:
         fields.refuse(f"{base_field} must be below 2^63")
@@ -127,9 +127,9 @@ def _read_scaling(fields: Fields, name: str, rope: dict[str, Any], longest: int 
     missing = [key for key in keys.required if key not in rope]
     unknown = sorted(rope.keys() - {*keys.required, *keys.optional})
     if missing:
-        fields.refuse(f"{name} of rope_type {kind!r} must have {', '.join(missing)}; it does not")
+        fields.refuse(f"{name} with rope_type {kind!r} lacks required fields: {', '.join(missing)}")
     if unknown:
-        fields.refuse(f"{name} of rope_type {kind!r} must not have {', '.join(unknown)}, which our model does not know")
+        fields.refuse(f"{name} with rope_type {kind!r} has fields that Megalith does not know: {', '.join(unknown)}")
     if missing or unknown or kind == "default":
         return {}
     if "attention_factor" in rope or not (rope.get("mscale") and rope.get("mscale_all_dim")):

@@ -100,15 +100,13 @@ def _check_activation(fields: Fields, named: str) -> None:
     gate, _, function = named.rpartition("-")
     worked_out = "gelu_new" if named == "gated-gelu" else function
     if (given := fields.get("dense_act_fn", worked_out)) != worked_out:
-        fields.refuse(
-            f"dense_act_fn must be {worked_out!r} where feed_forward_proj is {named!r:.80}; got {given!r:.80}"
-        )
+        fields.refuse(f"dense_act_fn must be {worked_out!r} if feed_forward_proj is {named!r:.80}; got {given!r:.80}")
     fields.expect("is_gated_act", bool(gate))
 
 
 def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
     """Returns the fields that ``_read_rest`` reads. Relative positions have no limit, so no length is written."""
-    assert config.t5 is not None, "_allowed asks for it"
+    assert config.t5 is not None, "_allowed requires it"
     assert config.relative_position is not None, "validated together with model.t5"
     activations = {ours: theirs for theirs, ours in reversed([*_PLAIN.items(), *_GATED.items()])}
     return {

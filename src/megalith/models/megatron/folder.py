@@ -48,7 +48,7 @@ class MegatronFolder:
     config: TransformerConfig
     weights: StoredTensors
 
-    architecture: ClassVar[str] = "GPT of Megatron-Core"
+    architecture: ClassVar[str] = "Megatron-Core GPT"
     end_tokens: ClassVar[tuple[int, ...]] = ()  # only the tokenizer knows them
 
     @property
@@ -86,10 +86,10 @@ def open_megatron_folder(location: str | Path | Store) -> MegatronFolder:
         arguments = _arguments(store)
         theirs = {key: tensor for key, tensor in read_tensors(store).items() if not key.startswith(_OPTIMIZER)}
     except StorageError as error:
-        raise CheckpointError(f"{error}; give the folder of one iteration, iter_...") from error
+        raise CheckpointError(f"{error}; pass the folder of one iteration, iter_...") from error
     embedding = theirs.get("embedding.word_embeddings.weight")
     if embedding is None:
-        raise CheckpointError(f"{store} holds no embedding.word_embeddings.weight, and so no GPT of Megatron")
+        raise CheckpointError(f"{store} has no embedding.word_embeddings.weight, so it is not a Megatron GPT")
     config = config_of(arguments, embedding.shape[0])
     wanted = _Collected(store, theirs, config)
     entries: dict[str, dict[str, ShardEntry]] = {}
@@ -97,7 +97,7 @@ def open_megatron_folder(location: str | Path | Store) -> MegatronFolder:
     wanted.require_all_rows()
     if unread := sorted(theirs.keys() - wanted.rows_read.keys()):
         raise CheckpointError(
-            f"{store} holds tensors that a GPT of these arguments does not have: {', '.join(unread[:8])}"
+            f"{store} has tensors that a GPT with these arguments does not have: {', '.join(unread[:8])}"
         )
     return MegatronFolder(store, arguments, config, StoredTensors(store, tensors, entries))
 
@@ -131,12 +131,12 @@ class _Collected:
         source_shape = tensor.shape[1:] if stacked else tensor.shape
         if given != prod(shape) or source_shape[1:] != shape[1:]:
             raise CheckpointError(
-                f"{key} of {self.store} does not fit: {name} must be {list(shape)}, and it is {list(source_shape)}"
+                f"{key} in {self.store} has shape {list(source_shape)}, which does not match {name} {list(shape)}"
             )
         if miscount := first_miscount(Box.whole(shape), (piece.box for piece in pieces)):
             element, count = miscount
             raise CheckpointError(
-                f"{key} of {self.store} has element {list(element)} of {name} {count} times, not once"
+                f"{key} in {self.store} must have every element of {name} once; it has {list(element)} {count} times"
             )
         return StoredTensor(shape, tensor.dtype, tuple(pieces))
 
@@ -147,7 +147,8 @@ class _Collected:
             whole = prod(shape[:2]) if self._is_stack(key) else shape[0]
             if num_rows != whole:
                 raise CheckpointError(
-                    f"{key} of {self.store} must have {num_rows} rows in all by its arguments; it is {list(shape)}"
+                    f"{key} in {self.store} must have {num_rows} rows in total according to the training arguments; "
+                    f"its shape is {list(shape)}"
                 )
 
     def _found(self, key: str, layer: int | None) -> tuple[str, bool]:
@@ -157,9 +158,9 @@ class _Collected:
             if full in self.theirs:
                 shape, stacked = self.theirs[full].shape, self._is_stack(full)
                 if stacked and (not shape or shape[0] != self.config.num_layers):
-                    raise CheckpointError(f"{full} must have {self.config.num_layers} layers; it is {list(shape)}")
+                    raise CheckpointError(f"{full} must have {self.config.num_layers} layers; got shape {list(shape)}")
                 return full, stacked
-        raise CheckpointError(f"{self.store} holds no tensor {' or '.join(keys)}")
+        raise CheckpointError(f"{self.store} has no tensor {' or '.join(keys)}")
 
     def _is_stack(self, full_key: str) -> bool:
         layers, _, rest = full_key.partition(key_in_layer(""))
@@ -211,7 +212,7 @@ def _newest(store: Store) -> str:
     told = store.read(_NEWEST, 0, min(store.size(_NEWEST), 64)).strip()
     if not told.isdigit():
         raise CheckpointError(
-            f"{store / _NEWEST} must hold the number of an iteration; it holds {told!r}; give the folder of the "
+            f"{store / _NEWEST} must contain the number of an iteration; it contains {told!r}; pass the folder of the "
             "checkpoint itself"
         )
     return f"iter_{int(told):07}"
@@ -227,7 +228,7 @@ def _check_format(store: Store) -> None:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{store / _FORMAT} does not name the format of the checkpoint: {error!r}") from error
     if backend != "torch_dist":
-        raise CheckpointError(f"{store} must be of Megatron's format torch_dist; it is {str(backend)[:80]!r}")
+        raise CheckpointError(f"{store} must be in Megatron's torch_dist format; it is in {str(backend)[:80]!r}")
 
 
 def _arguments(store: Store) -> dict[str, Any]:
@@ -236,7 +237,7 @@ def _arguments(store: Store) -> dict[str, Any]:
     arguments = common.get("args") if isinstance(common, dict) else None
     if not isinstance(arguments, Inert) or origin_of(arguments) != "argparse.Namespace":
         raise ConfigError(
-            f"{store / _COMMON} must hold Megatron's args, which describe the model; it has none. Save the checkpoint "
-            "with Megatron's own training script"
+            f"{store / _COMMON} must contain Megatron's args, which describe the model; it has none; save the "
+            "checkpoint with Megatron's own training script"
         )
     return arguments.fields()

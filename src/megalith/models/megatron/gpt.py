@@ -105,10 +105,10 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
     if kind not in ("rope", "learned_absolute"):
         wrong.append(f"position_embedding_type must be 'rope' or 'learned_absolute'; it is {shown(kind)}")
     if wrong:
-        raise ConfigError("our model cannot represent this one of Megatron:\n- " + "\n- ".join(wrong))
+        raise ConfigError("Megalith cannot represent this Megatron model:\n- " + "\n- ".join(wrong))
     needed = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
     if missing := [name for name in needed if type(arguments.get(name)) is not int]:
-        raise ConfigError(f"Megatron's arguments must have whole numbers for {', '.join(missing)}; they do not")
+        raise ConfigError(f"Megatron's arguments must have integers for {', '.join(missing)}; they do not")
     settings: dict[str, Any] = {name: arguments[name] for name in needed}
     settings |= {
         "vocab_size": vocab_size,
@@ -136,7 +136,7 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
         # omit settings whose defaults depend on an invalid one
         found = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
         told = "\n- ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)
-        raise ConfigError(f"our model does not take Megatron's arguments:\n- {told}") from error
+        raise ConfigError(f"Megalith does not support these Megatron arguments:\n- {told}") from error
 
 
 def source_of(name: str, config: TransformerConfig) -> tuple[str, int | None, tuple[Rows, ...]]:
@@ -223,8 +223,8 @@ def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(size, tuple | list) or [type(n) for n in size] != [int, int] or size[0] < -1 or size[1] != 0:
         raise ConfigError(
-            "Megatron's window_size must be the tokens before a query and 0 after it, as (127, 0), or (-1, 0) for all "
-            f"before it; it is {shown(size)}"
+            "Megatron's window_size must be the number of tokens before a query and 0 for those after it, such as "
+            f"(127, 0), or (-1, 0) for all tokens before it; it is {shown(size)}"
         )
     num_layers = min(arguments["num_layers"], MOST_LAYERS)
     if skip is None:
@@ -235,8 +235,8 @@ def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
         windowed = tuple(map(bool, skip))
     else:
         raise ConfigError(
-            "Megatron's window_attn_skip_freq must be n, for every n-th layer without a window, or a list of 0 and 1 "
-            f"for each of {num_layers} layers; it is {shown(skip)}"
+            "Megatron's window_attn_skip_freq must be an integer n, if every n-th layer has no window, or a list with "
+            f"0 or 1 for each of the {num_layers} layers; it is {shown(skip)}"
         )
     return (
         {"window": size[0] + 1, "window_layers": shortest_pattern(windowed)} if any(windowed) and size[0] >= 0 else {}

@@ -96,11 +96,11 @@ def _guarded(code: int) -> Callable[["_Reader"], None]:
 
     def guarded(reader: "_Reader") -> None:
         if hashed is not None and not all(isinstance(key, str | int | Inert) for key in hashed(reader)):
-            raise pickle.UnpicklingError("a key is neither text nor a number")
+            raise pickle.UnpicklingError("a key is neither a string nor an integer")
         if makes:
             reader.num_left -= 1
             if reader.num_left < 0:
-                raise pickle.UnpicklingError("it makes more objects than a file of its size describes")
+                raise pickle.UnpicklingError("it creates more objects than a file of its size should")
         step(cast(pickle.Unpickler, reader))
 
     return guarded if hashed is not None or makes else cast(Callable[["_Reader"], None], step)
@@ -131,7 +131,7 @@ class _Reader(pickle._Unpickler):
         return Inert(*pid) if isinstance(pid, tuple) else Inert(pid)
 
     def get_extension(self, code: int) -> None:
-        raise pickle.UnpicklingError(f"extension {code} is not known")
+        raise pickle.UnpicklingError(f"extension code {code} is unknown")
 
 
 def read_pickle(content: bytes, source: str) -> Any:
@@ -157,5 +157,5 @@ def shown(value: Any) -> str:
     if isinstance(value, str):
         return repr(value[:80])
     if isinstance(value, int) and value.bit_length() > 256:
-        return f"a number of {value.bit_length()} bits"
+        return f"an integer of {value.bit_length()} bits"
     return repr(value) if isinstance(value, int | float | None) else origin_of(value)

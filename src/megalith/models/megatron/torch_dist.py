@@ -69,7 +69,7 @@ def read_tensors(store: Store) -> dict[str, ChunkedTensor]:
     """
     size = store.size(METADATA)
     if size > _MOST_METADATA:
-        raise CheckpointError(f"{store / METADATA} has {size:,} bytes, and at most {_MOST_METADATA:,} are read")
+        raise CheckpointError(f"{store / METADATA} has {size:,} bytes; the limit is {_MOST_METADATA:,}")
     metadata = read_pickle(store.read(METADATA), str(store / METADATA))
     try:
         fields = metadata.fields()
@@ -96,16 +96,16 @@ def rows_of(store: Store, tensor: ChunkedTensor, chunk: Chunk) -> ShardEntry:
             entries = _entries(archive, {"data.pkl": _MOST_PICKLE, "byteorder": 16})
             data_key, dtype, shape = _description(read_pickle(archive.read(entries["data.pkl"]), name))
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
-                raise ValueError("its numbers are big-endian")
+                raise ValueError("its byte order is big-endian")
         elements = entries[f"data/{data_key}"]
         num_bytes = prod(chunk.sizes) * _itemsize(tensor.dtype)
         if (dtype, shape) != (tensor.dtype, chunk.sizes) or elements.file_size != num_bytes:
-            raise ValueError(f"it holds {dtype} {list(shape)}, and {METADATA} says {tensor.dtype} {list(chunk.sizes)}")
+            raise ValueError(f"it holds {dtype} {list(shape)}, but {METADATA} says {tensor.dtype} {list(chunk.sizes)}")
         begin = chunk.start + elements.header_offset
         header = store.read(chunk.file, begin, begin + _LOCAL_HEADER)
         begin += _LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         if begin + num_bytes > chunk.stop:
-            raise ValueError("its elements reach beyond it")
+            raise ValueError("its elements extend past its end")
     return ShardEntry(DTYPES[tensor.dtype], chunk.sizes, begin, begin + num_bytes)
 
 
@@ -129,7 +129,7 @@ def _readable(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         told = str(error) if isinstance(error, ValueError) else type(error).__name__
-        raise CheckpointError(f"{name} is not what torch.save wrote: {told:.200}") from error
+        raise CheckpointError(f"{name} is not valid torch.save output: {told:.200}") from error
 
 
 def _entries(archive: zipfile.ZipFile, most: Mapping[str, int]) -> dict[str, zipfile.ZipInfo]:
@@ -138,7 +138,7 @@ def _entries(archive: zipfile.ZipFile, most: Mapping[str, int]) -> dict[str, zip
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
         raise ValueError("it is compressed")
     if large := [name for name, size in most.items() if name in entries and entries[name].file_size > size]:
-        raise ValueError(f"its {large[0]} has {entries[large[0]].file_size:,} bytes, and {most[large[0]]:,} are read")
+        raise ValueError(f"its {large[0]} has {entries[large[0]].file_size:,} bytes; the limit is {most[large[0]]:,}")
     return entries
 
 
@@ -148,7 +148,7 @@ class _Window(io.RawIOBase):
     def __init__(self, store: Store, name: str, start: int, stop: int) -> None:
         super().__init__()
         if not 0 <= start <= stop <= store.size(name):
-            raise ValueError(f"{name} has no bytes {start} to {stop}")
+            raise ValueError(f"{name} does not contain bytes {start} to {stop}")
         self._store, self._name, self._start, self._stop = store, name, start, stop
         self._position = start
 
@@ -161,7 +161,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: self._start, io.SEEK_CUR: self._position, io.SEEK_END: self._stop}[whence]
         if base + offset < self._start:
-            raise ValueError("a position before the first byte")
+            raise ValueError("cannot seek to before the first byte")
         self._position = base + offset
         return self.tell()
 
@@ -183,11 +183,11 @@ def _places(storage_data: Mapping[Any, Any]) -> Iterator[tuple[_Part, _Bytes]]:
         at, place = index.fields(), info.fields()
         file, start, length = place["relative_path"], place["offset"], place["length"]
         if type(file) is not str or "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise ValueError(f"it names the file {shown(file)}, which is not of its own folder")
+            raise ValueError(f"it names the file {shown(file)}, which is not in its own folder")
         if place.get("transform_descriptors"):
             raise ValueError(f"{file} is compressed or encrypted")
         if type(start) is not int or type(length) is not int or start < 0 or length < 0:
-            raise ValueError(f"bytes {shown(start)} and {shown(length)} of {file} are no range")
+            raise ValueError(f"offset {shown(start)} and length {shown(length)} in {file} are not a valid range")
         offset = at.get("offset")
         yield (str(at["fqn"]), None if offset is None else _sizes(offset)), (file, start, start + length)
 
@@ -205,7 +205,7 @@ def _tensor(key: str, fields: Mapping[str, Any], places: Mapping[_Part, _Bytes])
         chunks.append(Chunk(offsets, sizes, file, start, stop))
     shape = _sizes(fields["size"])
     if any(len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape) for chunk in chunks):
-        raise ValueError(f"{key} has parts of another number of dimensions")
+        raise ValueError(f"{key} has chunks with a different number of dimensions")
     return ChunkedTensor(dtype, shape, tuple(chunks))
 
 
@@ -223,14 +223,14 @@ def _sizes(size: Any) -> tuple[int, ...]:
     if not isinstance(found, tuple | list) or len(found) > _MOST_DIMENSIONS:
         raise TypeError(f"a shape must be a tuple; got {shown(found)}")
     if any(type(number) is not int or not 0 <= number < 2**40 for number in found):
-        raise ValueError(f"a shape must have whole numbers from 0 on; got {shown(found)}")
+        raise ValueError(f"a shape must consist of non-negative integers below 2^40; got {shown(found)}")
     return tuple(found)
 
 
 def _description(saved: Any) -> tuple[str, str, tuple[int, ...]]:
     """Returns (key of the elements, dtype, shape) of a tensor stored row-major from the first element on."""
     if origin_of(saved) != "torch._utils._rebuild_tensor_v2":
-        raise ValueError(f"it is {origin_of(saved):.80}, and no plain tensor")
+        raise ValueError(f"it is {origin_of(saved):.80}, not a plain tensor")
     storage, first, shape, strides = saved.args[:4]
     _, kind, data_key, _, _ = storage.args
     dtype, shape = _STORAGES[origin_of(kind)], _sizes(shape)
@@ -238,7 +238,7 @@ def _description(saved: Any) -> tuple[str, str, tuple[int, ...]]:
     if first != 0 or any(
         wanted != given for wanted, given, size in zip(row_major, strides, shape, strict=True) if size > 1
     ):
-        raise ValueError("its elements do not lie row after row")
+        raise ValueError("its elements are not stored in row-major order")
     return str(data_key), dtype, shape
 
 
