@@ -207,10 +207,10 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
     # data
     "a dataset of floats": (
         lambda f: train(f, f"data.train={rewritten_as_floats(f)}"),
-        r"^error: data\.train: .*whole numbers.*float32.*\n\Z",  # once
+        r"^error: data\.train: .*integer token ids.*float32.*\n\Z",  # once
     ),
     "a held-out dataset that is not there": (override("data.valid=nowhere"), r"data.valid: nowhere\.idx"),
-    "a dataset by its file": (lambda f: train(f, f"data.train={f / 'text.bin'}"), r"give it without the \.bin"),
+    "a dataset by its file": (lambda f: train(f, f"data.train={f / 'text.bin'}"), r"leave out the \.bin"),
     "an index that is a FIFO": (lambda f: train(f, f"data.train={fifo(f, 'q.idx').with_suffix('')}"), "a FIFO"),
     "a tokenizer that is a FIFO": (lambda f: train(f, f"data.tokenizer={fifo(f, 'q')}"), "a FIFO"),
     "a tokenizer that is a device": (override("data.tokenizer=/dev/zero"), "a device"),
@@ -227,7 +227,7 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
     "prepare: a share that is no number": (prepare("--vocab-size", 300, "--valid", "nan"), "--valid must be"),
     "prepare: an end that the tokenizer has not": (without_end, "<none>"),
     "prepare: a tokenizer without unknown words": (word_level, "unk_token.*--vocab-size"),
-    "prepare: no text": (prepare("--vocab-size", 300, document=b""), "must hold text"),
+    "prepare: no text": (prepare("--vocab-size", 300, document=b""), "must contain text"),
     "prepare: a FIFO": (lambda f: ["data", "prepare", fifo(f, "q"), "--out", f / "p", "--vocab-size", 300], "else"),
     "prepare: a device": (lambda f: ["data", "prepare", "/dev/zero", "--out", f / "p", "--vocab-size", 300], "else"),
     "prepare: a name of 300 characters": (

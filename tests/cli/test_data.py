@@ -63,7 +63,7 @@ def test_the_program_gives_one_message_and_exit_code_2(files):
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
-    assert "a.jsonl, line 1, must have its text under 'text'; it has 'body'; choose with --key" in done.stderr
+    assert "a.jsonl, line 1, must have its text under 'text'; it has 'body'; set --key" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

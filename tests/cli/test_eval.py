@@ -45,12 +45,11 @@ MISTAKES = {
     "no samples": (lambda _: ["--samples", 0], "the number of samples must be 1 or more; got 0"),
     "a negative number of samples": (lambda _: ["--samples", -3], "got -3"),
     "data that are not there": (lambda f: ["--data", f / "none"], "none.idx cannot be read"),
-    "one token": (lambda f: ["--data", dataset(f / "x", [1])], "must hold two tokens at least"),
+    "one token": (lambda f: ["--data", dataset(f / "x", [1])], "must contain at least two tokens"),
     "ids beyond the vocabulary": (
         lambda f: ["--data", dataset(f / "x", [1, 2, 280])],
-        "token 2 of document 0 in {folder}/x has the id 280; the model's vocabulary has 280 entries, so that ids must "
-        "be below that; prepare the data with the model's tokenizer, or train a new model with model.vocab_size=281 or "
-        "more",
+        "token 2 of document 0 in {folder}/x has id 280; token ids must be below 280, the model's vocabulary size; "
+        "prepare the data with the model's tokenizer, or train a new model with model.vocab_size=281 or more",
     ),
     "another tokenizer": (
         lambda f: ["--data", dataset(f / "x", [1, 2, 3], tokenizer_sha256="another")],
@@ -79,7 +78,7 @@ def test_malformed_questions_are_told_by_line_before_the_model_is_loaded(run, tm
     wanted = '{"context": text, "choices": [text, text, ...], "answer": index}'
     assert head == f"error: each line of {tmp_path / 'q'} must be {wanted}:"
     assert lines == [
-        "  line 2: it is no JSON object in UTF-8",
+        "  line 2: it is not a JSON object in UTF-8",
         "  line 3: answer must be a whole number from 0 to 1; got 2",
     ]
 

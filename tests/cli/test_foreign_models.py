@@ -118,8 +118,8 @@ def test_a_model_without_a_tokenizer_or_with_one_that_does_not_fit_is_one_messag
     larger = tokenizer(tmp_path, 270, "larger.json")
     for arguments, says in {
         (): "has no tokenizer.json; give --tokenizer PATH",
-        ("--tokenizer", larger): f"larger.json must have ids below {ROWS}, the vocabulary of the model in {folder}",
-        ("--tokenizer", words, "--eod", "none"): "needs a token that ends a document, 'none'",
+        ("--tokenizer", larger): f"must have ids below {ROWS}, the vocabulary size of the model in {folder}",
+        ("--tokenizer", words, "--eod", "none"): "must have an end-of-document token, 'none'",
         ("--eod", "</s>"): "--eod names a token of --tokenizer, which is not given",
     }.items():
         for command in (("eval", folder, "--choices", asked), ("generate", folder, "--prompt", "w1")):

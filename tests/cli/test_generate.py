@@ -172,7 +172,7 @@ MISTAKES = {
     "top_p that is no number": (lambda _: [*X, "--top-p", "nan"], "top_p must be in"),
     "min_p above 1": (lambda _: [*X, "--min-p", 2], "min_p must be in [0, 1]; got 2.0"),
     "a penalty of 0": (lambda _: [*X, "--repetition-penalty", 0], "repetition_penalty must be positive and finite"),
-    "an empty stop string": (lambda _: [*X, "--stop", "a", "--stop", ""], "a stop string must have characters"),
+    "an empty stop string": (lambda _: [*X, "--stop", "a", "--stop", ""], "a stop string must not be empty"),
     "a negative seed": (lambda _: [*X, "--seed", -1], "the seed must be 0 or more and below 2^63"),
     "a seed that is too large": (lambda _: [*X, "--seed", 2**63], "below 2^63"),
     "a last seed that is too large": (lambda _: [*X, "--seed", 2**63 - 1, "--samples", 2], "below 2^63"),

@@ -180,7 +180,7 @@ ATTACKS = {
     ),
     "a tensor of whole numbers": (tensors(lambda found, key: found.update({key: found[key].int()})), "is I32"),
     "a tokenizer of more tokens": (larger_tokenizer, r"tokenizer\.json must have ids below 271"),
-    "an end that the tokenizer does not have": (config(eos_token_id=5000), "needs a token that ends a document, 5000"),
+    "an end that the tokenizer does not have": (config(eos_token_id=5000), "must have an end-of-document token, 5000"),
     "a tokenizer nested 100,000 deep": (content(TOKENIZER, NESTED), r"tokenizer\.json must be a tokenizer\.json"),
     "a tokenizer of 300 MB": (long(TOKENIZER), r"tokenizer\.json must be a tokenizer\.json"),
     "a shard above the folder": (point_to("../x.safetensors"), r"in its own folder; it names '\.\./x\.safetensors'"),

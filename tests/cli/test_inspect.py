@@ -85,7 +85,7 @@ def test_a_dataset_of_somebody_else_shows_ids_until_a_tokenizer_is_given(tmp_pat
         builder.finalize()
     (tmp_path / "x.json").unlink()
     unknown = inspect(tmp_path / "x").out
-    assert f"tokenizer   {tmp_path / 'x'} does not say which made it; give --tokenizer PATH" in unknown
+    assert f"tokenizer   not recorded by {tmp_path / 'x'}; give --tokenizer PATH" in unknown
     assert f"  | 5 {2**60} -1" in unknown
     known = inspect(tmp_path / "x", "--tokenizer", tmp_path / "t.json").out
     assert "  | hello" in known
@@ -121,11 +121,11 @@ def floats(_: str) -> list[object]:
     ("arguments", "says"),
     [
         (lambda _: ["none"], "none.idx cannot be read"),
-        (lambda prefix: [f"{prefix}.bin"], "give it without the .bin"),
+        (lambda prefix: [f"{prefix}.bin"], "leave out the .bin"),
         (lambda prefix: [prefix, "--documents", -1], "the number of documents to show must be 0 or more; got -1"),
         (lambda prefix: [prefix, "--top", -1], "--top must be 0 or more; got -1"),
         (other_tokenizer, "other.json is not the tokenizer that made made/c"),
-        (floats, "floats holds float32"),
+        (floats, "floats has dtype float32"),
     ],
 )
 def test_a_mistake_is_one_message(arguments, says, prefix):

@@ -63,7 +63,7 @@ TEMPLATE = json.loads(BOS.__getstate__())
 def test_a_post_processor_that_would_panic_is_read_or_refused_by_its_file(changed, begin):
     made = json.loads(content(BOS)) | {"post_processor": TEMPLATE | changed}
     if begin is None:
-        with pytest.raises(DataError, match=r"post_processor of x\.json must put at most 8 tokens of its vocabulary"):
+        with pytest.raises(DataError, match=r"post_processor of x\.json must prepend at most 8 tokens"):
             Tokenizer(json.dumps(made).encode(), name="x.json")
     else:
         assert Tokenizer(json.dumps(made).encode()).begin == begin
@@ -159,5 +159,5 @@ def test_leaving_out_what_no_document_would_have_is_refused(settings, tmp_path, 
     bos_tokenizer(tmp_path / "t.json")
     (tmp_path / "text.txt").write_text("text")
     given = {} if "vocab_size" in settings else {"tokenizer": "t.json"}
-    with pytest.raises(ConfigError, match=r"--no-bos leaves out .*; leave it out"):
+    with pytest.raises(ConfigError, match=r"--no-bos drops .*; leave it out"):
         prepare(["text.txt"], "c", bos=False, **(given | settings))

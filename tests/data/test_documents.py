@@ -111,10 +111,10 @@ def test_the_text_can_have_another_key(tmp_path):
         (b"[" * 100_000, r"line 4, must be one JSON object"),
         (b'{"text": "\xff"}', r"line 4, must be one JSON object in UTF-8; 'utf-8' codec"),
         (b'["text"]', r"line 4, must be a JSON object; got list"),
-        (b'{"title": 1, "body": 2}', r"line 4, .* under 'text'; it has 'title', 'body'; choose with --key"),
+        (b'{"title": 1, "body": 2}', r"line 4, .* under 'text'; it has 'title', 'body'; set --key"),
         (b"{}", r"under 'text'; it has no keys"),
         (b'{"text": null}', r"line 4, must have text under 'text'; got NoneType"),
-        (rb'{"text": "x\ud83d"}', r"line 4, .* character 1 under 'text' is half of a surrogate pair"),
+        (rb'{"text": "x\ud83d"}', r"line 4, .* character 1 under 'text' is an unpaired surrogate"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -126,14 +126,14 @@ def test_a_line_that_is_no_document_is_refused_by_its_number(name, line, message
 
 
 def test_text_that_is_not_utf8_is_refused_by_the_byte(tmp_path, blocks_of_64_bytes):
-    with pytest.raises(DataError, match=r"a\.txt must be text in UTF-8; byte 1000 is not; convert it.*iconv"):
+    with pytest.raises(DataError, match=r"a\.txt must be UTF-8 text; byte 1000 is invalid; convert it.*iconv"):
         texts(source(tmp_path / "a.txt", b"0123456789\n" * 90 + b"0123456789\xe9 x"))
 
 
 def test_a_gzip_file_cut_short_is_refused_by_name(tmp_path):
     packed = gzip.compress(TEXT.encode())
     for content in (packed[:-20], b"no gzip", packed[:50] + b"\0\0\0\0" + packed[54:]):
-        with pytest.raises(DataError, match=r"a\.txt\.gz cannot be read to its end"):
+        with pytest.raises(DataError, match=r"a\.txt\.gz cannot be read to the end"):
             texts(source(tmp_path / "a.txt.gz", content))
 
 
@@ -154,7 +154,7 @@ def test_every_row_of_a_parquet_file_is_a_document(table, blocks_of_64_bytes):
 
 
 def test_a_parquet_file_without_text_is_refused_by_place(table, tmp_path):
-    with pytest.raises(DataError, match=r"text in a column 'body'; it has \['text', 'nulls', 'n'\]; choose with --key"):
+    with pytest.raises(DataError, match=r"must have a text column 'body'; it has \['text', 'nulls', 'n'\]; set --key"):
         texts(table, key="body")
     with pytest.raises(DataError, match=r"a\.parquet, row 1, must have text in 'nulls'; got NoneType"):
         texts(table, key="nulls")

@@ -242,5 +242,5 @@ def test_tokenizers_that_cannot_mark_or_join_parts_are_refused(tokenizer):
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     made.add_special_tokens([AddedToken(name, special=True) for name in ("</s>", *SPECIAL_TOKENS["fim"])])
-    with pytest.raises(DataError, match=r"gives back a text which it is given in parts; .* makes 'one  two three\\n'"):
+    with pytest.raises(DataError, match=r"reproduces a text encoded in parts; .* to 'one  two three\\n'"):
         reordering(Tokenizer(made.to_str().encode()))

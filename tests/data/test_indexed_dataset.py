@@ -125,7 +125,7 @@ def test_datasets_are_appended_with_their_documents(prefix, tmp_path):
     assert (sidecar.num_documents, sidecar.num_tokens, sidecar.num_empty_documents) == (5, 18, 1)
     with (
         IndexedDatasetBuilder(tmp_path / "wide", np.int32) as builder,
-        pytest.raises(DataError, match="holds uint16; it must hold int32"),
+        pytest.raises(DataError, match="has dtype uint16; it must be int32"),
     ):
         builder.add_dataset(dataset)
 
@@ -185,14 +185,14 @@ def test_vocabularies_choose_the_type_that_megatron_chooses():
 @pytest.mark.parametrize(
     ("position", "change", "message"),
     [
-        (0, b"PK", r"corpus.v1.idx should begin with b'MMIDIDX"),
-        (9, b"\2", r"should be of version 1; it is of version 2"),
-        (17, b"\x09", r"type of its tokens by one of 1 uint8, .* 8 uint16; it has 9"),
-        (18, b"\4", r"should have 106 bytes for 4 sequences and 3 document indices; it has 94"),
-        (25, b"\x40", r"should have \d+ bytes"),
+        (0, b"PK", r"corpus.v1.idx must begin with b'MMIDIDX"),
+        (9, b"\2", r"must have version 1; it has version 2"),
+        (17, b"\x09", r"must have one of the dtype codes 1 uint8, .* 8 uint16; it has 9"),
+        (18, b"\4", r"must have 106 bytes for 4 sequences and 3 document indices; it has 94"),
+        (25, b"\x40", r"must have \d+ bytes"),
         (34, b"\xff\xff\xff\xff", r"sequence 0 .* has length -1"),
         (38, b"\3", r"sequence 2 should begin at byte 12 .* it begins at 10"),
-        (42, b"\5", r"corpus.v1.bin should have the 20 bytes that corpus.v1.idx counts; it has 18"),
+        (42, b"\5", r"corpus.v1.bin must have 20 bytes, as recorded in corpus.v1.idx; it has 18"),
         (54, b"\0", r"sequence 1 should begin at byte 6 .* it begins at 0"),
         (70, b"\1", r"should rise from 0 to 3.*they are \[1 2 3\]"),
         (78, b"\4", r"they are \[0 4 3\]"),
@@ -208,7 +208,7 @@ def test_a_damaged_index_is_refused_by_name(prefix, position, change, message):
 @pytest.mark.parametrize("size", [0, 20, 33, 34, 60, 93])
 def test_an_index_cut_short_is_refused_by_name(prefix, size):
     os.truncate(prefix.with_name("corpus.v1.idx"), size)
-    with pytest.raises(DataError, match=r"corpus.v1.idx should .* it has \d+"):
+    with pytest.raises(DataError, match=r"corpus.v1.idx must .* it has \d+"):
         IndexedDataset(prefix)
 
 
@@ -216,14 +216,14 @@ def test_an_index_cut_short_is_refused_by_name(prefix, size):
 def test_tokens_of_another_size_are_refused_by_name(prefix, size):
     path = prefix.with_name("corpus.v1.bin")
     path.write_bytes((TOKENS + b"\0")[:size])
-    with pytest.raises(DataError, match=rf"corpus.v1.bin should have the 18 bytes .* it has {size}: one of the two"):
+    with pytest.raises(DataError, match=rf"corpus.v1.bin must have 18 bytes, .* it has {size}: one of the two"):
         IndexedDataset(prefix)
 
 
 def test_missing_and_foreign_files_say_what_is_wanted(prefix, tmp_path):
     with pytest.raises(DataError, match=r"other.idx cannot be read \(No such file.*check the path"):
         IndexedDataset(tmp_path / "other")
-    with pytest.raises(DataError, match=r"PREFIX.bin and PREFIX.idx: give it without the .bin"):
+    with pytest.raises(DataError, match=r"PREFIX.bin and PREFIX.idx: leave out the .bin"):
         IndexedDataset(tmp_path / "corpus.v1.bin")
     (tmp_path / "corpus.v1.idx").write_bytes(INDEX + bytes(3))
     with pytest.raises(DataError, match="has a mode for each sequence"):
@@ -237,7 +237,7 @@ def test_missing_and_foreign_files_say_what_is_wanted(prefix, tmp_path):
 def test_a_sidecar_of_other_files_is_refused(prefix):
     path = prefix.with_name("corpus.v1.json")
     path.write_text(json.dumps({"num_documents": 2, "num_sequences": 3, "num_tokens": 8, "bin_bytes": 16}))
-    with pytest.raises(DataError, match=r"of \(2, 3, 9\) documents.* it describes \(2, 3, 8\)"):
+    with pytest.raises(DataError, match=r"have \(2, 3, 9\) documents.* it describes \(2, 3, 8\)"):
         IndexedDataset(prefix)
     path.write_text("{")
     with pytest.raises(DataError, match=r"corpus.v1.json .* cannot be read"):
@@ -247,14 +247,14 @@ def test_a_sidecar_of_other_files_is_refused(prefix):
 def test_a_request_outside_a_sequence_is_refused(prefix):
     dataset = IndexedDataset(prefix)
     for request in [(3,), (-1,), (0, 4), (0, -1), (0, 2, 2), (0, 2, -1)]:
-        with pytest.raises(IndexError, match="asked for"):
+        with pytest.raises(IndexError, match="; got "):
             dataset.get(*request)
     with pytest.raises(ValueError, match="read-only"):
         dataset.tokens[0] = 1
 
 
 def test_the_builder_refuses_what_it_cannot_store(prefix, tmp_path):
-    with pytest.raises(DataError, match=r"has corpus\.v1\.bin, corpus\.v1\.idx already"):
+    with pytest.raises(DataError, match=r"already contains corpus\.v1\.bin, corpus\.v1\.idx"):
         IndexedDatasetBuilder(prefix, np.uint16)
     with pytest.raises(DataError, match=r"tokens can be stored as uint8, .*; got complex128"):
         IndexedDatasetBuilder(tmp_path / "x", np.complex128)
@@ -262,7 +262,7 @@ def test_the_builder_refuses_what_it_cannot_store(prefix, tmp_path):
         for tokens in ([1, 65536], [-1], [0.5]):
             with pytest.raises(DataError, match="must fit in uint16"):
                 builder.add_document(tokens)
-        with pytest.raises(DataError, match="must add up to 3 tokens"):
+        with pytest.raises(DataError, match="must be >= 0 and add up to 3 tokens"):
             builder.add_document([1, 2, 3], [1, 1])
 
 

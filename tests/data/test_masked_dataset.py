@@ -237,7 +237,7 @@ def test_a_t5_sample_has_no_more_spans_than_there_are_sentinels(prefix, tokenize
     few, samples = t5_samples(prefix, tokenizer, 3, 64, monkeypatch)
     used = [np.isin(sample.labels[sample.loss_mask], few.sentinels).sum() for sample in samples]
     assert max(used) == 3
-    assert "has 3 sentinels, and a sample of" in caplog.text
+    assert "has 3 sentinels, but a sample of" in caplog.text
 
 
 def test_a_t5_sample_has_no_more_to_learn_than_the_decoder_holds(prefix, tokenizer, monkeypatch, caplog):

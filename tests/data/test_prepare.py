@@ -198,9 +198,9 @@ def test_the_identical_job_does_nothing_and_another_is_refused(inputs, expected,
     assert again.was_done
     assert (again.train, again.valid, again.files) == (first.train, first.valid, first.files)
     for other in ({"valid": 0.2}, {"vocab_size": 301}, {"valid": 0.0}):
-        with pytest.raises(DataError, match=r"c is taken: .* has .*c\.bin, .*nothing is overwritten"):
+        with pytest.raises(DataError, match=r"c already exists: .* contains .*c\.bin, .*will not be overwritten"):
             prepare(inputs, tmp_path / "c", **{"vocab_size": 300, "valid": 0.1, **other})
-    with pytest.raises(DataError, match="is taken"):
+    with pytest.raises(DataError, match="c already exists"):
         prepare(inputs[:2], tmp_path / "c", vocab_size=300, valid=0.1)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
 
@@ -219,7 +219,7 @@ def small(tmp_path):
 def test_a_file_of_somebody_else_is_never_overwritten(name, small, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("theirs")
-    with pytest.raises(DataError, match=rf"has {name}, and nothing is overwritten; choose another --out"):
+    with pytest.raises(DataError, match=rf"contains {name}, which will not be overwritten; choose another --out"):
         prepare(small, tmp_path / "out" / "c", vocab_size=260, valid=0.5)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
@@ -273,8 +273,8 @@ def test_an_input_that_is_no_text_stops_everything_and_leaves_nothing(small, tmp
 @pytest.mark.parametrize(
     ("texts", "valid", "message"),
     [
-        (["", ""], 0.0, "the inputs must hold text; they hold 2 documents, all of them empty"),
-        (["text"], 0.02, "no text is left for the validation set: .* of which there are 1; choose another share"),
+        (["", ""], 0.0, "the inputs must contain text; they have 2 documents, all of them empty"),
+        (["text"], 0.02, "no text is left for the validation set: .* the inputs have 1; use another fraction"),
         (["text"], 0.99999, "no text is left for the training set"),
     ],
 )
@@ -292,12 +292,12 @@ def test_a_set_without_text_is_refused(texts, valid, message, tmp_path):
     [
         ({}, ConfigError, "either --tokenizer PATH .* or --vocab-size N"),
         ({"tokenizer": "t.json", "vocab_size": 300}, ConfigError, "either --tokenizer"),
-        ({"vocab_size": 300, "eod": "x"}, ConfigError, "--eod names a token of a given --tokenizer"),
+        ({"vocab_size": 300, "eod": "x"}, ConfigError, "--eod requires --tokenizer"),
         ({"vocab_size": 300, "valid": 1.0}, ConfigError, "below 1; got 1.0"),
-        ({"vocab_size": 300, "valid": -0.1}, ConfigError, "0 or more"),
+        ({"vocab_size": 300, "valid": -0.1}, ConfigError, "at least 0"),
         ({"vocab_size": 256}, ConfigError, "at least 257"),
         ({"tokenizer": "gone.json"}, DataError, r"gone\.json must be a tokenizer\.json"),
-        ({"vocab_size": 300, "out": "."}, ConfigError, "must be a prefix of file names, not a folder"),
+        ({"vocab_size": 300, "out": "."}, ConfigError, "must be a file name prefix, not a folder"),
         ({"vocab_size": 300, "inputs": []}, DataError, "at least one file"),
         ({"vocab_size": 300, "inputs": ["gone.txt"]}, DataError, r"gone\.txt cannot be read"),
     ],
@@ -336,7 +336,7 @@ def test_a_full_disk_leaves_no_file_and_the_next_run_goes_on(limit, corpus, tmp_
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "cannot write" in done.stderr
-    assert f"finished parts are kept in {tmp_path / 'c.parts'}: the same command goes on" in done.stderr
+    assert f"finished parts are kept in {tmp_path / 'c.parts'}: run the same command again" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["c.parts"]
     summary = prepare([corpus / "a.jsonl"], tmp_path / "c", vocab_size=260)
     assert sorted(summary.files) == sorted(tmp_path.iterdir())
@@ -351,7 +351,9 @@ def test_a_worker_that_is_killed_is_told_and_the_next_run_goes_on(inputs, expect
                 if child.pid not in others:
                     os.kill(child.pid, signal.SIGKILL)
 
-    with pytest.raises(MegalithError, match=r"one of 2 processes that encode text was killed.*fewer --processes"):
+    with pytest.raises(
+        MegalithError, match=r"one of 2 worker processes that encode text was killed.*fewer --processes"
+    ):
         prepare(inputs, tmp_path / "c", vocab_size=300, valid=0.1, processes=2, progress=kill_a_worker)
     prepare(inputs, tmp_path / "c", vocab_size=300, valid=0.1)
     assert digests(tmp_path) == expected

@@ -107,5 +107,5 @@ def test_special_tokens_that_are_missing_or_unknown_are_named(tmp_path):
     no_sentinels = train_byte_level_bpe(["some text"], 300, ["<pad>"])
     with pytest.raises(DataError, match="sentinels"):
         t5_tokens(no_sentinels)
-    with pytest.raises(ConfigError, match="must be of bert, t5, fim; got 'gpt'"):
+    with pytest.raises(ConfigError, match="must be one of bert, t5, fim; got 'gpt'"):
         prepare([], tmp_path / "x", vocab_size=300, special_tokens=["gpt"])

@@ -46,5 +46,5 @@ def test_only_what_may_begin_one_is_held_back():
 
 
 def test_an_empty_one_is_refused():
-    with pytest.raises(ConfigError, match="a stop string must have characters; got an empty one"):
+    with pytest.raises(ConfigError, match="a stop string must not be empty; got an empty one"):
         StopStrings(["a", ""])

@@ -42,20 +42,19 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_document_and_place(record
     assert check_dataset(dataset, 62).problem is None
     problem = check_dataset(dataset, 61).problem
     assert problem is not None
-    assert problem.startswith(f"token 1 of document 1 in {tmp_path / 'x'} has the id 61; the model's vocabulary has 61")
+    assert problem.startswith(f"token 1 of document 1 in {tmp_path / 'x'} has id 61; token ids must be below 61")
     assert "model.vocab_size=62 or more" in problem
 
 
 def test_a_negative_id_is_named_too(tmp_path):
     problem = check_dataset(written(tmp_path / "x", [[1, 2], [-3]]), 10).problem
     assert "token 0 of document 1" in problem
-    assert "has the id -3; ids begin at 0" in problem
+    assert "has id -3; token ids must be 0 or more" in problem
 
 
 def test_tokens_that_are_no_whole_numbers_are_refused(tmp_path):
-    assert (
-        "holds float32; token ids are whole numbers" in check_dataset(written(tmp_path / "x", [[1]], "f4"), 10).problem
-    )
+    problem = check_dataset(written(tmp_path / "x", [[1]], "f4"), 10).problem
+    assert "has dtype float32; token ids must be integers" in problem
 
 
 def test_nothing_is_read_where_the_sidecar_or_the_type_answers(tmp_path, monkeypatch):
@@ -67,24 +66,24 @@ def test_nothing_is_read_where_the_sidecar_or_the_type_answers(tmp_path, monkeyp
 def test_a_scan_says_what_it_covers(tmp_path, monkeypatch):
     dataset = written(tmp_path / "x", [np.arange(60)], recorded=False)
     assert (
-        "read all 60 tokens in 0.0 s, the largest id is 59 and the vocabulary has 70"
+        "scanned all 60 tokens in 0.0 s; the largest id is 59, and the vocabulary size is 70"
         in check_dataset(dataset, 70).scanned
     )
     monkeypatch.setattr(token_ids, "_CHUNK", 4)
     monkeypatch.setattr(token_ids, "_NUM_CHUNKS", 3)
     assert [start for start, _ in token_ids.spread_chunks(dataset)] == [0, 28, 56]
-    assert "read 12, evenly spread, of 60 tokens" in check_dataset(dataset, 70).scanned
+    assert "scanned 12 (evenly spread) of 60 tokens" in check_dataset(dataset, 70).scanned
 
 
 def test_a_recorded_id_that_the_scan_does_not_reach_is_named_without_its_place(tmp_path, monkeypatch):
     monkeypatch.setattr(token_ids, "_CHUNK", 1)
     monkeypatch.setattr(token_ids, "_NUM_CHUNKS", 2)  # the first token and the last
-    assert check_dataset(written(tmp_path / "x"), 61).problem.startswith(f"{tmp_path / 'x'} holds token id 61; ")
+    assert check_dataset(written(tmp_path / "x"), 61).problem.startswith(f"{tmp_path / 'x'} contains token id 61; ")
 
 
 def test_an_id_beyond_the_vocabulary_is_found_when_its_sample_is_read(tmp_path):
     dataset = written(tmp_path / "x")
-    where = f"token 1 of document 1 in {tmp_path / 'x'} has the id 61"
+    where = f"token 1 of document 1 in {tmp_path / 'x'} has id 61"
     [first] = [number for number in range(2) if 61 in GPTDataset(dataset, 9, 0)[number].tokens][:1]
     with pytest.raises(DataError, match=f"^sample {first} cannot be used: {where}"):
         GPTDataset(dataset, 9, 0, vocab_size=61)[first]

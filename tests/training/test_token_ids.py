@@ -39,8 +39,8 @@ def test_a_run_is_refused_before_its_first_step(setting, recorded, tmp_path):
     prefix = write_one_id_too_large(tmp_path / "large", recorded=recorded)
     found = here("train", settings_file, f"{setting}={prefix}")
     assert found.code == 2, found
-    assert found.err.startswith(f"error: {setting}: token 3 of document 17 in {prefix} has the id 61; ")
-    assert "vocabulary has 61 entries" in found.err
+    assert found.err.startswith(f"error: {setting}: token 3 of document 17 in {prefix} has id 61; ")
+    assert "below 61, the model's vocabulary size" in found.err
     assert not (tmp_path / "run").exists()
 
 
@@ -50,7 +50,7 @@ def test_what_was_scanned_is_one_line_of_the_log(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         assert here("train", write_settings(tree, tmp_path), "train.steps=1").code == 0
     [line] = [record.message for record in caplog.records if "token ids" in record.message]
-    assert line.startswith(f"data.train: {tmp_path / 'text'} does not record its token ids: read all ")
+    assert line.startswith(f"data.train: {tmp_path / 'text'} does not record its token ids: scanned all ")
 
 
 def tokenizer_of_one_more(folder: Path, *, special: bool) -> Path:

@@ -53,7 +53,7 @@ def read_questions(path: str | Path) -> list[Question]:
         wanted = '{"context": text, "choices": [text, text, ...], "answer": index}'
         raise DataError(f"each line of {path} must be {wanted}:\n{told}")
     if not questions:
-        raise DataError(f"{path} holds no question; write one a line")
+        raise DataError(f"{path} contains no questions; write one per line")
     return questions
 
 
@@ -67,13 +67,13 @@ def _parsed(line: bytes) -> Any:
 def _problems(record: Any) -> Iterator[str]:
     """Describes why ``record`` is not a valid question."""
     if not isinstance(record, dict):
-        yield "it is no JSON object in UTF-8"
+        yield "it is not a JSON object in UTF-8"
         return
     choices, answer = record.get("choices"), record.get("answer")
     if not _is_text(record.get("context")):
         yield f"context must be text; got {record.get('context')!r:.60}"
     if not isinstance(choices, list) or len(choices) < 2 or not all(_is_text(choice) and choice for choice in choices):
-        yield f"choices must be two texts or more, none of them empty; got {choices!r:.60}"
+        yield f"choices must be at least two non-empty texts; got {choices!r:.60}"
     elif type(answer) is not int or not 0 <= answer < len(choices):
         yield f"answer must be a whole number from 0 to {len(choices) - 1}; got {answer!r:.60}"
 

@@ -98,8 +98,8 @@ def written_companions(
     longest = given.get("model_max_length")
     if isinstance(longest, int | float) and longest < num_positions:
         log.info(
-            "the exported %s keeps a model_max_length of %s tokens, and rows of the run have %d: transformers warns of "
-            "longer texts, and cuts them there with truncation=True; raise it if the model is to read them",
+            "the exported %s keeps model_max_length=%s, but the run's samples have %d tokens: transformers warns about "
+            "longer texts, and truncates them with truncation=True; increase it if the model should read them",
             _TOKENIZER,
             longest,
             num_positions,
@@ -155,12 +155,12 @@ def _named_templates(store: Store) -> dict[str, bytes]:
     folder = store / _TEMPLATES
     files = [file for file in folder.names() if file.endswith(".jinja")]
     if unprintable := [file for file in files if not file.isprintable()]:
-        raise CheckpointError(f"{folder} holds a template with a name that cannot be printed: {unprintable[0]!r:.200}")
+        raise CheckpointError(f"{folder} has a template with an unprintable name: {unprintable[0]!r:.200}")
     num_bytes = sum(map(folder.size, files[:_MOST_TEMPLATES]))
     if len(files) > _MOST_TEMPLATES or num_bytes > _MOST_BYTES:
         raise CheckpointError(
-            f"{folder} holds {len(files):,} templates of {num_bytes:,} bytes or more, and at most {_MOST_TEMPLATES} of "
-            f"{_MOST_BYTES:,} bytes in all are read"
+            f"{folder} has {len(files):,} templates of at least {num_bytes:,} bytes in total; the limit is "
+            f"{_MOST_TEMPLATES} templates of {_MOST_BYTES:,} bytes in total"
         )
     return {f"{_TEMPLATES}/{file}": _text(store, folder, file) for file in files}
 
@@ -169,13 +169,15 @@ def _text(root: Store, folder: Store, name: str) -> bytes:
     """Reads the file ``name`` in ``folder``, which is ``root`` or inside it. Raises as ``read_companions``."""
     path = folder / name
     if (size := folder.size(name)) > _MOST_BYTES:
-        raise CheckpointError(f"{path} has {size:,} bytes, and at most {_MOST_BYTES:,} are read")
+        raise CheckpointError(f"{path} has {size:,} bytes; the limit is {_MOST_BYTES:,}")
     if isinstance(root, LocalStore) and isinstance(path, LocalStore):
         inside, target = root.path.resolve(), path.path.resolve()
         # in the cache of huggingface_hub, every file of snapshots/REVISION is a link into blobs
         blobs = [inside.parent.parent / "blobs"] if inside.parent.name == "snapshots" else []
         if not any(map(target.is_relative_to, (inside, *blobs))):
-            raise CheckpointError(f"{path} must be a file of its own folder; it is a link to {target}; copy that here")
+            raise CheckpointError(
+                f"{path} must be a file in its own folder; it is a link to {target}; copy that file here"
+            )
     content = folder.read(name, 0, size)
     try:
         content.decode()

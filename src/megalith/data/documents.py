@@ -53,7 +53,7 @@ def read_pieces(source: Source, key: str, start: int = 0, stop: int | None = Non
                 else:
                     yield from _read_text(source, file, start, stop)
     except (EOFError, zlib.error, OSError) as error:
-        raise DataError(f"{source.path} cannot be read to its end: {error}; copy or compress it again") from error
+        raise DataError(f"{source.path} cannot be read to the end: {error}; copy or compress it again") from error
 
 
 def row_group_bytes(source: Source) -> list[int]:
@@ -69,7 +69,7 @@ def _read_text(source: Source, file: BinaryIO, start: int, stop: int | None) -> 
             text = block.decode("utf-8-sig" if offset == 0 else "utf-8")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{source.path} must be text in UTF-8; byte {offset + error.start} is not; convert it, for example "
+                f"{source.path} must be UTF-8 text; byte {offset + error.start} is invalid; convert it, for example "
                 f"with: iconv -f LATIN1 -t UTF-8 {source.path.name}"
             ) from error
         yield Piece(0, text, len(block), is_last)
@@ -111,8 +111,8 @@ def _read_lines(source: Source, file: BinaryIO, key: str, start: int, stop: int 
     while (stop is None or offset < stop) and (line := file.readline(_LONGEST_LINE + 1)):
         if len(line) > _LONGEST_LINE:
             raise DataError(
-                f"{_place(source, offset)} is longer than {_LONGEST_LINE:,} bytes, and a line is read as a whole; are "
-                "its documents one a line?"
+                f"{_place(source, offset)} must have at most {_LONGEST_LINE:,} bytes, because a line is read "
+                "into memory at once; check that each line contains a single document"
             )
         if line.strip():
             yield from _cut(offset, _text_of(source, line, offset, key))
@@ -128,7 +128,7 @@ def _text_of(source: Source, line: bytes, offset: int, key: str) -> str:
         raise DataError(f"{_place(source, offset)} must be a JSON object; got {type(document).__name__}")
     if key not in document:
         keys = ", ".join(map(repr, document)) or "no keys"
-        raise DataError(f"{_place(source, offset)} must have its text under {key!r}; it has {keys}; choose with --key")
+        raise DataError(f"{_place(source, offset)} must have its text under {key!r}; it has {keys}; set --key")
     text = document[key]
     if not isinstance(text, str):
         raise DataError(f"{_place(source, offset)} must have text under {key!r}; got {type(text).__name__}")
@@ -136,7 +136,7 @@ def _text_of(source: Source, line: bytes, offset: int, key: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{_place(source, offset)} must be text; character {error.start} under {key!r} is half of a surrogate pair"
+            f"{_place(source, offset)} must be text; character {error.start} under {key!r} is an unpaired surrogate"
         ) from error
     return text
 
@@ -155,7 +155,7 @@ def _read_rows(source: Source, key: str, start: int, stop: int | None) -> Iterat
     with _open_parquet(source) as file:
         columns = file.schema_arrow.names
         if key not in columns:
-            raise DataError(f"{source.path} must have text in a column {key!r}; it has {columns}; choose with --key")
+            raise DataError(f"{source.path} must have a text column {key!r}; it has {columns}; set --key")
         groups = range(file.metadata.num_row_groups)[start:stop]
         row = sum(file.metadata.row_group(group).num_rows for group in range(start))
         for batch in file.iter_batches(batch_size=_ROWS, row_groups=list(groups), columns=[key]):

@@ -50,9 +50,9 @@ class FillInTheMiddle:
         again = tokenizer.decode([id for part in tokenizer.encode_batch(_PARTS) for id in part])
         if again != "".join(_PARTS):  # such as a tokenizer that prepends a space to every text
             raise DataError(
-                f"data.fill_in_the_middle needs a tokenizer that gives back a text which it is given in parts; "
-                f"{tokenizer.name} makes {again!r} of the parts {', '.join(map(repr, _PARTS))}; use a byte-level one, "
-                "such as prepare trains with --vocab-size N --special-tokens fim"
+                f"data.fill_in_the_middle needs a tokenizer that reproduces a text encoded in parts; {tokenizer.name} "
+                f"encodes the parts {', '.join(map(repr, _PARTS))} and decodes them to {again!r}; use a byte-level "
+                "one, such as one trained by: megalith data prepare ... --vocab-size N --special-tokens fim"
             )
         return cls(tokenizer, config.rate, config.spm_rate, *tokens)
 

@@ -150,7 +150,7 @@ class GPTDataset:
     def __getitem__(self, index: int) -> GPTSample:
         """Sample ``index``, from 0 on. Raises IndexError below 0."""
         if index < 0:
-            raise IndexError(f"samples are numbered from 0; asked for {index}")
+            raise IndexError(f"samples are numbered from 0; got {index}")
         window = self._window(index)
         stretch, documents = self._read(window * self.seq_length, self.seq_length + 1, index)
         if self._fill_in_the_middle is None:
@@ -227,7 +227,7 @@ class EvaluationDataset:
     def __getitem__(self, index: int) -> GPTSample:
         """Sample ``index``. Raises IndexError outside [0, len)."""
         if not 0 <= index < len(self):
-            raise IndexError(f"samples are numbered 0 to {len(self) - 1}; asked for {index}")
+            raise IndexError(f"samples are numbered 0 to {len(self) - 1}; got {index}")
         S = self.seq_length
         stretch = self._data.tokens[index * S : (index + 1) * S + 1].astype(np.int64)
         check_sample(self._data, index, index * S, stretch, self.vocab_size)
@@ -255,8 +255,8 @@ def _open(dataset: str | Path | IndexedDataset, seq_length: int) -> IndexedDatas
     found.require_token_ids()
     if found.num_tokens < 2:
         raise DataError(
-            f"{found.prefix} must hold two tokens at least, one to read and one to predict; it holds "
-            f"{found.num_tokens}; prepare more text"
+            f"{found.prefix} must contain at least two tokens, an input and a target; it has {found.num_tokens}; "
+            "prepare more text"
         )
     return found
 

@@ -40,7 +40,7 @@ _MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document indices
 _CHUNK = 1 << 20  # entries in memory at once
-_WAY_OUT = "copy the files again, or make them again with: megalith data prepare"
+_WAY_OUT = "copy the files again, or recreate them with: megalith data prepare"
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def readable(store: Store, name: str) -> Iterator[None]:
     except StorageError as error:
         stem = name.rpartition(".")[0]
         suffixed = stem.endswith((".bin", ".idx"))
-        way_out = f"give it without the {stem[-4:]}" if suffixed else "check the path"
+        way_out = f"leave out the {stem[-4:]}" if suffixed else "check the path"
         reason = getattr(error.__cause__, "strerror", None) or error
         raise DataError(
-            f"{store / name} cannot be read ({reason}); a dataset is given as PREFIX, of PREFIX.bin and PREFIX.idx: "
+            f"{store / name} cannot be read ({reason}); a dataset is given as the PREFIX of PREFIX.bin and PREFIX.idx: "
             f"{way_out}"
         ) from error
 
@@ -121,21 +121,21 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: Path, document_ends: 
 def _parse_header(path: str, content: Buffer) -> tuple[np.dtype[Any], int, int]:
     """dtype, number of sequences, number of document indices."""
     if len(content) < _HEADER.size:
-        raise DataError(f"{path} should begin with a header of {_HEADER.size} bytes; it has {len(content)}; {_WAY_OUT}")
+        raise DataError(f"{path} must begin with a header of {_HEADER.size} bytes; it has {len(content)}; {_WAY_OUT}")
     magic, version, code, num_sequences, num_indices = _HEADER.unpack_from(content)
     if magic != _MAGIC:
-        raise DataError(f"{path} should begin with {_MAGIC!r}; it begins with {magic!r}: it is no index of a dataset")
+        raise DataError(f"{path} must begin with {_MAGIC!r}; it begins with {magic!r}: it is not a dataset index")
     if version != _VERSION:
-        raise DataError(f"{path} should be of version {_VERSION}; it is of version {version}; {_WAY_OUT}")
+        raise DataError(f"{path} must have version {_VERSION}; it has version {version}; {_WAY_OUT}")
     if code not in DTYPES:
         codes = ", ".join(f"{known} {dtype.name}" for known, dtype in DTYPES.items())
-        raise DataError(f"{path} should name the type of its tokens by one of {codes}; it has {code}; {_WAY_OUT}")
+        raise DataError(f"{path} must have one of the dtype codes {codes}; it has {code}; {_WAY_OUT}")
     wanted = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if num_sequences and len(content) == wanted + num_sequences:
-        raise DataError(f"{path} has a mode for each sequence, as multimodal datasets do; datasets of text have none")
+        raise DataError(f"{path} has a mode for each sequence, as in a multimodal dataset; use a text dataset")
     if len(content) != wanted:
         raise DataError(
-            f"{path} should have {wanted} bytes for {num_sequences} sequences and {num_indices} document indices; "
+            f"{path} must have {wanted} bytes for {num_sequences} sequences and {num_indices} document indices; "
             f"it has {len(content)}; {_WAY_OUT}"
         )
     return DTYPES[code], num_sequences, num_indices

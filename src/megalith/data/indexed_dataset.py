@@ -83,8 +83,8 @@ class IndexedDataset:
             content = store.map(bin_name)
         if num_bytes != index.num_bytes:
             raise DataError(
-                f"{store / bin_name} should have the {index.num_bytes} bytes that {index_name} counts; it has "
-                f"{num_bytes}: one of the two is cut short or of another making; copy or make both again"
+                f"{store / bin_name} must have {index.num_bytes} bytes, as recorded in {index_name}; it has "
+                f"{num_bytes}: one of the two files is truncated or belongs to another dataset; copy or recreate both"
             )
         self.tokens: Tokens
         if content is None:
@@ -111,8 +111,8 @@ class IndexedDataset:
         """Raises DataError if the dtype is floating point: such data are features, not token ids."""
         if self.dtype.kind == "f":
             raise DataError(
-                f"{self.prefix} should hold token ids, which are whole numbers; its .idx says {self.dtype.name}; give "
-                "a dataset of text, or make one with: megalith data prepare"
+                f"{self.prefix} must contain integer token ids; its .idx says {self.dtype.name}; use a text dataset, "
+                "or create one with: megalith data prepare"
             )
 
     def document_starts(self) -> NDArray[np.int64]:
@@ -129,11 +129,13 @@ class IndexedDataset:
         Raises IndexError if the range is outside the sequence.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"{self.prefix} has sequences 0 to {len(self) - 1}; asked for {index}")
+            raise IndexError(f"{self.prefix} has sequences 0 to {len(self) - 1}; got {index}")
         available = int(self.sequence_lengths[index])
         stop = available if length is None else offset + length
         if not 0 <= offset <= stop <= available:
-            raise IndexError(f"sequence {index} of {self.prefix} has {available} tokens; asked for {offset} to {stop}")
+            raise IndexError(
+                f"sequence {index} of {self.prefix} has {available} tokens; got the range {offset} to {stop}"
+            )
         start = int(self._offsets[index]) // self.dtype.itemsize
         return self.tokens[start + offset : start + stop]
 
@@ -144,8 +146,8 @@ class IndexedDataset:
             found = (self.num_documents, len(self), self.num_tokens)
             if described != found:
                 raise DataError(
-                    f"{store / name} should describe the .bin and .idx beside it, of {found} documents, sequences and "
-                    f"tokens; it describes {described}: it belongs to other files; copy or make all three again"
+                    f"{store / name} must describe the .bin and .idx beside it, which have {found} documents, "
+                    f"sequences and tokens; it describes {described} of other files; copy or recreate all three"
                 )
         return sidecar
 
@@ -164,7 +166,7 @@ class _StoredTokens:
 
     def __getitem__(self, tokens: slice, /) -> NDArray[Any]:
         start, stop, step = tokens.indices(self.num_tokens)
-        assert step == 1, "tokens are read as they follow each other"
+        assert step == 1, "only contiguous tokens can be read"
         found = np.empty(max(0, stop - start), self.dtype)
         with readable(self.store, self.name):
             self.store.read_into(self.name, start * self.dtype.itemsize, found.view(np.uint8).data)
@@ -201,7 +203,7 @@ class IndexedDatasetBuilder:
             raise DataError(f"tokens can be stored as {names}; got {self.dtype.name}")
         if present := [path.name for path in files_of(self.prefix) if path.exists()]:
             raise DataError(
-                f"{self.prefix.parent} has {', '.join(present)} already; choose another name, or move it away"
+                f"{self.prefix.parent} already contains {', '.join(present)}; choose another name, or move them away"
             )
         with explained("write", self.prefix):
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -226,8 +228,8 @@ class IndexedDatasetBuilder:
         stored = given.astype(self.dtype)
         if not np.array_equal(stored, given):
             raise DataError(
-                f"tokens must fit in {self.dtype.name}; got {given.min()} to {given.max()}; choose a wider type, "
-                "as best_dtype(vocab_size) does"
+                f"tokens must fit in {self.dtype.name}; got {given.min()} to {given.max()}; use a wider dtype, such as "
+                "best_dtype(vocab_size)"
             )
         self._note_token_ids(stored)
         while stored.size:
@@ -265,7 +267,9 @@ class IndexedDatasetBuilder:
             self.write(given)
         else:
             if min(sequence_lengths, default=0) < 0 or sum(sequence_lengths) != len(given):
-                raise DataError(f"sequence lengths must add up to {len(given)} tokens; got {list(sequence_lengths)}")
+                raise DataError(
+                    f"sequence lengths must be >= 0 and add up to {len(given)} tokens; got {list(sequence_lengths)}"
+                )
             start = 0
             for length in sequence_lengths:
                 self.write(given[start : start + length])
@@ -288,7 +292,7 @@ class IndexedDatasetBuilder:
         assert not self._open_tokens, "end the open sequence first"
         if dataset.dtype != self.dtype:
             raise DataError(
-                f"{dataset.prefix} holds {dataset.dtype.name}; it must hold {self.dtype.name} to be appended"
+                f"{dataset.prefix} has dtype {dataset.dtype.name}; it must be {self.dtype.name} to be appended"
             )
         with explained("write", self.prefix):
             for start in range(0, dataset.num_tokens, _COPIED):

@@ -90,7 +90,7 @@ def inspect_dataset(prefix: str | Path, tokenizer: str | Path | None = None, num
         raise ConfigError(f"the number of documents to show must be 0 or more; got {num_documents}; use 3")
     dataset = IndexedDataset(prefix)
     if dataset.dtype.kind == "f":
-        raise DataError(f"{prefix} holds {dataset.dtype.name}; token ids are whole numbers, as in int32")
+        raise DataError(f"{prefix} has dtype {dataset.dtype.name}; token ids must be integers, such as int32")
     found, why_not = _tokenizer(prefix, dataset.sidecar, tokenizer)
     token_ids, counts = _count(dataset)
     return Inspection(
@@ -115,7 +115,7 @@ def _tokenizer(
             raise DataError(f"{given} is not the tokenizer that made {prefix}; leave --tokenizer out")
         return tokenizer, None
     if sidecar is None or sidecar.tokenizer is None:
-        return None, f"{prefix} does not say which made it; give --tokenizer PATH"
+        return None, f"not recorded by {prefix}; give --tokenizer PATH"
     try:
         return Tokenizer.beside(prefix, sidecar.tokenizer, eod), None
     except DataError as error:

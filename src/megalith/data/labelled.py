@@ -46,29 +46,27 @@ class Labels:
         """Reads the labels of the dataset ``prefix``. Raises DataError if there are none, or they do not match it."""
         folder, name = open_store(prefix).split()
         path = f"{folder / name}{CLASSES_SUFFIX}"
-        way_out = "make the dataset with: megalith data label FILE.csv --out PREFIX --tokenizer PATH"
+        way_out = "create the dataset with: megalith data label FILE.csv --out PREFIX --tokenizer PATH"
         try:
             found = json.loads(folder.read(name + CLASSES_SUFFIX))
             classes, labels = found["classes"], np.array(found["labels"])
             if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-                raise TypeError("classes are a list of names")
+                raise TypeError("classes must be a list of names")
             if len(set(classes)) < len(classes):
-                raise ValueError("two classes have one name")
+                raise ValueError("two classes have the same name")
             if labels.size and labels.dtype.kind not in "iu":
-                raise TypeError("a label is the number of a class")
+                raise TypeError("labels must be class indices")
         except StorageError as error:
-            raise DataError(f"{prefix} must have the class of each text in {path}; {error}; {way_out}") from error
+            raise DataError(f"{prefix} needs the label of each text in {path}; {error}; {way_out}") from error
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise DataError(
-                f"{path} must hold names of classes and a label for each text: {error}; {way_out}"
-            ) from error
+            raise DataError(f"{path} must contain class names and a label for each text: {error}; {way_out}") from error
         if labels.shape != (num_documents,):
             raise DataError(
-                f"{path} must have {num_documents} labels, one of each text; it has {labels.size}; {way_out}"
+                f"{path} must have {num_documents} labels, one for each text; it has {labels.size}; {way_out}"
             )
         if ((labels < 0) | (labels >= len(classes))).any():
             wrong = labels[(labels < 0) | (labels >= len(classes))][0]
-            raise DataError(f"labels of {path} must be 0 to {len(classes) - 1}; one is {wrong}; {way_out}")
+            raise DataError(f"labels of {path} must be 0 to {len(classes) - 1}; got {wrong}; {way_out}")
         return cls(tuple(classes), labels.astype(np.int64))
 
 
@@ -117,7 +115,7 @@ def prepare_labelled(
         StorageError: the disk is full or not writable.
     """
     if max_tokens is not None and max_tokens < 1:
-        raise ConfigError(f"--max-tokens must be 1 or more; got {max_tokens}; leave it out to cut nothing")
+        raise ConfigError(f"--max-tokens must be 1 or more; got {max_tokens}; leave it out to keep all tokens")
     out, loaded = Path(os.path.abspath(out)), Tokenizer.load(tokenizer, eod)
     table = read_labelled(file, classes=classes)
     num_cut, texts = 0, table.texts
@@ -147,18 +145,20 @@ def read_labelled(file: str | Path, *, classes: Sequence[str] | None = None) -> 
     known = tuple(sorted(set(labels))) if classes is None else tuple(classes)
     if unknown := sorted(set(labels) - set(known)):
         raise DataError(
-            f"labels of {file} must be of the classes {', '.join(known[:_MOST_TOLD])}; {unknown[0]!r} is in none; mend "
-            "the file, or prepare all of it as training data"
+            f"labels of {file} must be one of {', '.join(known[:_MOST_TOLD])}; got {unknown[0]!r}; fix the file, or "
+            "prepare all of it as training data"
         )
     if len(known) < 2:
-        raise DataError(f"{file} must have texts of 2 classes or more; all are of {known[0]!r}; add those of another")
+        raise DataError(
+            f"{file} must have texts of at least 2 classes; all are of {known[0]!r}; add texts of another class"
+        )
     return LabelledTable(texts, labels, known)
 
 
 def _read(path: Path) -> tuple[list[str], list[str]]:
     """The texts and labels of a file. Raises DataError that lists the first invalid lines."""
     if path.suffix.lower() not in _READERS:
-        raise DataError(f"labelled texts are in a .csv or .tsv file; got {path}; save it as one")
+        raise DataError(f"labelled texts must be in a .csv or .tsv file; got {path}; convert it to one")
     texts, labels, wrong = list[str](), list[str](), list[str]()
     longest = csv.field_size_limit(_LONGEST_TEXT)
     try:
@@ -171,14 +171,14 @@ def _read(path: Path) -> tuple[list[str], list[str]]:
     except OSError as error:
         raise DataError(f"labelled texts cannot be read from {path}: {error.strerror}; check the path") from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} must be a table of two columns in UTF-8; it cannot be read as one: {error}") from error
+        raise DataError(f"{path} must be a UTF-8 table with two columns; it cannot be parsed: {error}") from error
     finally:
         csv.field_size_limit(longest)
     if wrong:
         more = [f"and {len(wrong) - _MOST_TOLD:,} more"] if len(wrong) > _MOST_TOLD else []
         raise DataError("\n  ".join([f"every row of {path} must have a text and a label:", *wrong[:_MOST_TOLD], *more]))
     if not texts:
-        raise DataError(f"{path} holds no text; write one a row, with its label")
+        raise DataError(f"{path} contains no texts; write one per row, with its label")
     return texts, labels
 
 
@@ -196,7 +196,7 @@ def _rows(path: Path) -> Iterator[tuple[int, str, str]]:
                 continue
             if len(row) != len(_COLUMNS):
                 raise DataError(
-                    f"every row of {path} must have 2 columns; line {reader.line_num} has {len(row)}; put a text that "
-                    "holds a comma in quotes"
+                    f"every row of {path} must have 2 columns; line {reader.line_num} has {len(row)}; quote texts "
+                    "that contain commas (.csv), or replace tabs in texts (.tsv)"
                 )
             yield reader.line_num, row[place], row[1 - place]

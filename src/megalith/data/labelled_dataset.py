@@ -74,7 +74,7 @@ class LabelledTexts:
     ) -> None:
         if seq_length < 3:
             raise ConfigError(
-                f"data.seq_length must be 3 or more, a text between [CLS] and [SEP]; got {seq_length}; use 128"
+                f"data.seq_length must be at least 3, for text between [CLS] and [SEP]; got {seq_length}; use 128"
             )
         self.special = bert_tokens(tokenizer)
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -86,9 +86,9 @@ class LabelledTexts:
         lengths, room = np.diff(self._starts), seq_length - 2
         if len(lengths) and lengths.max() > room:
             raise DataError(
-                f"a text of {dataset} must have at most {room} tokens, which a sample has room for; text "
-                f"{int(np.argmax(lengths > room))} has {lengths[np.argmax(lengths > room)]}; set a longer "
-                f"data.seq_length, or cut long texts: megalith data label ... --max-tokens {room}"
+                f"texts of {dataset} must have at most {room} tokens to fit in a sample; text "
+                f"{int(np.argmax(lengths > room))} has {lengths[np.argmax(lengths > room)]}; increase data.seq_length, "
+                f"or truncate long texts with: megalith data label ... --max-tokens {room}"
             )
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class LabelledTexts:
     def __getitem__(self, index: int) -> LabelledText:
         """Text ``index``. Raises IndexError outside [0, len)."""
         if not 0 <= index < len(self):
-            raise IndexError(f"texts are numbered 0 to {len(self) - 1}; asked for {index}")
+            raise IndexError(f"texts are numbered 0 to {len(self) - 1}; got {index}")
         first, end = int(self._starts[index]), int(self._starts[index + 1])
         text = self._data.tokens[first:end]
         check_sample(self._data, index, first, text, self._vocab_size)
@@ -126,14 +126,14 @@ class LabelledDataset:
         missing = np.flatnonzero(np.bincount(texts.labels, minlength=len(texts.classes)) == 0)
         if len(missing):
             raise DataError(
-                f"every class must have a text to learn from; {texts.classes[missing[0]]!r} has none; add some, or "
-                "leave the class out"
+                f"every class must have at least one training text; {texts.classes[missing[0]]!r} has none; add some, "
+                "or remove the class"
             )
 
     def __getitem__(self, index: int) -> LabelledText:
         """Sample ``index``, from 0 on. Raises IndexError below 0."""
         if index < 0:
-            raise IndexError(f"samples are numbered from 0; asked for {index}")
+            raise IndexError(f"samples are numbered from 0; got {index}")
         epoch, place = divmod(index, len(self.texts))
         return self.texts[KeyedPermutation(len(self.texts), self._seed, f"texts-{epoch}")(place)]
 

@@ -69,7 +69,9 @@ class MaskedDataset(ABC, Generic[Sample]):
         vocab_size: int | None = None,
     ) -> None:
         if room < 2:
-            raise ConfigError(f"data.seq_length must leave room for 2 tokens of text; it leaves {room}; use 128")
+            raise ConfigError(
+                f"data.seq_length must leave room for at least 2 tokens of text; it leaves {room}; use 128"
+            )
         self.tokenizer = tokenizer
         self._word_starts = tokenizer.word_starts()
         self.word_masking = word_masking
@@ -98,14 +100,14 @@ class MaskedDataset(ABC, Generic[Sample]):
         self.num_samples = len(self._packed)
         if not self.num_samples:
             raise DataError(
-                f"{self._data.prefix} must have documents of {min_sentences} sentences or more, none of over {room} "
-                "tokens; it has none; prepare more text, or set a longer data.seq_length"
+                f"{self._data.prefix} must have documents of at least {min_sentences} sentences, each of at most "
+                f"{room} tokens; it has none; prepare more text, or increase data.seq_length"
             )
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``, from 0 on. Raises IndexError below 0."""
         if index < 0:
-            raise IndexError(f"samples are numbered from 0; asked for {index}")
+            raise IndexError(f"samples are numbered from 0; got {index}")
         epoch, place = divmod(index, self.num_samples)
         visited = KeyedPermutation(self.num_samples, self.seed, f"samples-{epoch}")(place)
         return self.sample(visited, Draws(self.seed, "masks", index), index)
@@ -147,13 +149,18 @@ class MaskedDataset(ABC, Generic[Sample]):
         if what == "refuse":
             document = int(np.searchsorted(documents, first, side="right")) - 1
             raise DataError(
-                f"a sentence of {self._data.prefix} must have at most {self._room} tokens, which a sample has room "
-                f"for; sentence {first - int(documents[document])} of document {document} has {lengths[first]}; set a "
-                f"longer data.seq_length, cut such sentences into pieces: data.masking.long_sentences=cut, or leave "
-                f"such documents out ({left_out}): data.masking.long_sentences=skip"
+                f"sentences of {self._data.prefix} must have at most {self._room} tokens to fit in a sample; sentence "
+                f"{first - int(documents[document])} of document {document} has {lengths[first]}; increase "
+                f"data.seq_length, split such sentences with data.masking.long_sentences=cut, or skip such documents "
+                f"({left_out}) with data.masking.long_sentences=skip"
             )
         if os.environ.get("RANK", "0") == "0":
-            log.warning("%s: left out for a sentence of over %d tokens: %s", self._data.prefix, self._room, left_out)
+            log.warning(
+                "%s: skipped documents with a sentence of more than %d tokens: %s",
+                self._data.prefix,
+                self._room,
+                left_out,
+            )
 
 
 class HeldOutSamples(Generic[Sample]):
@@ -171,7 +178,7 @@ class HeldOutSamples(Generic[Sample]):
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``. Raises IndexError outside [0, len)."""
         if not 0 <= index < len(self):
-            raise IndexError(f"samples are numbered 0 to {len(self) - 1}; asked for {index}")
+            raise IndexError(f"samples are numbered 0 to {len(self) - 1}; got {index}")
         return self._dataset.sample(index, Draws(self._dataset.seed, "held-out masks", index), index)
 
 

@@ -170,7 +170,7 @@ def prepare(
             shutil.rmtree(folder / job.fingerprint[:16], ignore_errors=True)
             raise
         except StorageError as error:
-            raise StorageError(f"{error}; finished parts are kept in {folder}: the same command goes on") from error
+            raise StorageError(f"{error}; finished parts are kept in {folder}: run the same command again") from error
         finally:
             if not any(folder.glob("*/")):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -181,21 +181,25 @@ def _check_tokenizer_choice(
     tokenizer: str | Path | None, vocab_size: int | None, eod: str | None, special_tokens: Sequence[str]
 ) -> None:
     if (tokenizer is None) == (vocab_size is None):
-        raise ConfigError("give either --tokenizer PATH of a tokenizer.json, or --vocab-size N to train one")
+        raise ConfigError("give either --tokenizer PATH (a tokenizer.json) or --vocab-size N to train one")
     if eod is not None and tokenizer is None:
-        raise ConfigError("--eod names a token of a given --tokenizer; one that is trained ends documents by its own")
+        raise ConfigError(
+            "--eod requires --tokenizer; a newly trained tokenizer ends documents with its own token; leave --eod out"
+        )
     if special_tokens and tokenizer is not None:
-        raise ConfigError("--special-tokens are for a tokenizer that is trained; the --tokenizer has its own")
+        raise ConfigError(
+            "--special-tokens requires --vocab-size, to train a tokenizer; one given with --tokenizer has its own"
+        )
     for kind in special_tokens:
         if kind not in SPECIAL_TOKENS:
-            raise ConfigError(f"--special-tokens must be of {', '.join(SPECIAL_TOKENS)}; got {kind!r}")
+            raise ConfigError(f"--special-tokens must be one of {', '.join(SPECIAL_TOKENS)}; got {kind!r}")
 
 
 def _check_begins(tokenizer: Tokenizer | None, *, bos: bool, split_sentences: bool) -> None:
     if not bos and (tokenizer is None or not tokenizer.begin or split_sentences):
         raise ConfigError(
-            "--no-bos leaves out the tokens that a --tokenizer puts in front of every document, and there are none; "
-            "leave it out"
+            "--no-bos drops the tokens that a --tokenizer prepends to every document, but none would be prepended "
+            "here; leave it out"
         )
 
 
@@ -204,10 +208,12 @@ def _find(inputs: Sequence[str | Path], out: Path, valid: float | Sequence[str |
     with explained("write", out):
         is_folder = not out.name or out.is_dir()
     if is_folder:
-        raise ConfigError(f"--out ({out}) must be a prefix of file names, not a folder; for example {out / 'corpus'}")
+        raise ConfigError(f"--out ({out}) must be a file name prefix, not a folder; for example {out / 'corpus'}")
     fraction, held_out = (float(valid), ()) if isinstance(valid, int | float) else (0.0, tuple(valid))
     if not 0 <= fraction < 1:
-        raise ConfigError(f"--valid must be a share of the documents, 0 or more and below 1; got {fraction}; use 0.02")
+        raise ConfigError(
+            f"--valid must be a fraction of the documents, at least 0 and below 1; got {fraction}; use 0.02"
+        )
     if not inputs:
         raise DataError("give at least one file or folder of text")
     out = Path(os.path.abspath(out))
@@ -233,8 +239,8 @@ def _finished(job: _Job, folder: Path) -> PrepareSummary | None:
     if present and not (folder / job.fingerprint[:16] / _PUBLISHING).exists():
         names = ", ".join(path.name for path in present)
         raise DataError(
-            f"{job.out} is taken: {job.out.parent} has {names}, and nothing is overwritten; choose another --out, or "
-            "move them away"
+            f"{job.out} already exists: {job.out.parent} contains {names}, which will not be overwritten; choose "
+            "another --out, or move the files away"
         )
     return None
 
@@ -257,7 +263,7 @@ def _settle_tokenizer(job: _Job, parts: Sequence[Part], fraction: float, path: P
         return job.tokenizer
     if path.exists():
         return Tokenizer.load(path)
-    assert job.vocab_size is not None, "one of the two is given"
+    assert job.vocab_size is not None, "either a tokenizer or a vocabulary size is given"
     texts = _training_texts(job, parts, fraction, progress)
     tokenizer = train_byte_level_bpe(texts, job.vocab_size, job.special_tokens)
     tokenizer.save(path)
@@ -318,13 +324,13 @@ def _publish(
 def _check_not_empty(job: _Job, builders: Mapping[Split, IndexedDatasetBuilder]) -> None:
     num_documents = sum(builder.num_documents for builder in builders.values())
     if not any(builder.num_tokens for builder in builders.values()):
-        raise DataError(f"the inputs must hold text; they hold {num_documents} documents, all of them empty")
+        raise DataError(f"the inputs must contain text; they have {num_documents} documents, all of them empty")
     for split, builder in builders.items():
         if not builder.num_tokens:
             name = "training" if split == "train" else "validation"
             raise DataError(
-                f"no text is left for the {name} set: --valid holds out whole documents, of which there are "
-                f"{num_documents}; choose another share, or prepare the held-out text by itself, with the tokenizer of "
+                f"no text is left for the {name} set: --valid holds out whole documents, and the inputs have "
+                f"{num_documents}; use another fraction, or prepare the held-out text separately with the tokenizer of "
                 "the training text"
             )
 

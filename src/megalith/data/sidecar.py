@@ -64,14 +64,14 @@ class Sidecar(BaseModel):
         """Reads the file ``name``; None if it does not exist. Raises DataError if it is damaged."""
         try:
             if (size := store.size(name)) > _MOST_BYTES:
-                raise StorageError(f"it has {size:,} bytes, and at most {_MOST_BYTES:,} are read")
+                raise StorageError(f"it has {size:,} bytes; the limit is {_MOST_BYTES:,}")
             return cls.model_validate_json(store.read(name))
         except MissingFileError:
             return None
         except (StorageError, ValidationError) as error:
             raise DataError(
-                f"{store / name} should describe the .bin and .idx beside it and cannot be read: {_reason(error)}; "
-                "copy it again from where it was made, or delete it: the data are readable without"
+                f"{store / name} must describe the .bin and .idx beside it; it cannot be read: {_reason(error)}; copy "
+                "it again from the original, or delete it: the dataset can be read without it"
             ) from error
 
     def write(self, path: Path) -> None:

@@ -60,9 +60,9 @@ class Source:
         try:
             status = self.path.stat()
         except OSError as error:
-            raise DataError(f"{self.path} cannot be read any more: {error.strerror}") from error
+            raise DataError(f"{self.path} can no longer be read: {error.strerror}") from error
         if (status.st_size, status.st_mtime_ns) != (self.size, self.modified):
-            raise DataError(f"{self.path} was changed while it was being read; start again when it is whole")
+            raise DataError(f"{self.path} changed while it was being read; run the command again when it is complete")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def find_sources(
         candidates = [_source(file, path.parent, path, is_held_out) for file in _walk(path, leave_out)]
         texts = [source for source in candidates if _is_text(source.path)]
         if not texts:
-            raise DataError(f"{path} should hold files of text in UTF-8; all its {len(candidates)} files are binary")
+            raise DataError(f"{path} must contain UTF-8 text files; all of its {len(candidates)} files are binary")
         found += texts
         num_skipped += len(candidates) - len(texts)
     seen: set[Path] = set()
@@ -116,7 +116,7 @@ def find_sources(
     files: list[Source] = []
     for source in found:
         if source.path in seen:
-            raise DataError(f"{source.path} is given twice, which would count its text twice; name it once")
+            raise DataError(f"{source.path} is given twice, which would count its text twice; give it once")
         seen.add(source.path)
         files.append(replace(source, occurrence=num_named[source.name]))
         num_named[source.name] += 1
@@ -132,8 +132,8 @@ def _walk(folder: Path, leave_out: Sequence[Path]) -> list[Path]:
         files += (path for path in paths if path.is_file() and path not in leave_out)  # no sockets, no broken links
     if files and all(_format(path) != "text" for path in files):
         raise DataError(
-            f"every file in {folder} is .jsonl or .parquet, and a file of a folder is one document as it stands; give "
-            f"the files themselves: {folder}/*{files[0].suffix}"
+            f"every file in {folder} is .jsonl or .parquet, but each file in a folder is read as one document of plain "
+            f"text; give the files themselves: {folder}/*{files[0].suffix}"
         )
     return sorted(files)
 
@@ -145,15 +145,17 @@ def _source(path: Path, root: Path, given: Path, held_out: bool) -> Source:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; check the path") from error
     except ValueError as error:
-        raise DataError(f"{str(path)!r} is no path: {error}; check it") from error
+        raise DataError(f"{str(path)!r} is not a valid path: {error}; check it") from error
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} must be a file or a folder; it is something else, which cannot be read twice")
+        raise DataError(f"{path} must be a regular file or a folder; anything else cannot be read twice")
     if not os.access(path, os.R_OK):
-        raise DataError(f"{path} cannot be read: this user may not; change its permissions")
+        raise DataError(f"{path} cannot be read by this user; change its permissions")
     from_folder = path != given
     packed = _UNREADABLE & set(path.suffixes[-2:])
     if packed and not from_folder:
-        raise DataError(f"{path} is packed as {min(packed)}, which cannot be read; unpack it, or compress it with gzip")
+        raise DataError(
+            f"{path} is packed as {min(packed)}, which is not supported; unpack it, or compress it with gzip"
+        )
     return Source(
         path=path,
         name=path.relative_to(root).as_posix(),
@@ -170,7 +172,7 @@ def _format(path: Path) -> Format:
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix != ".gz"]
     format = _FORMATS.get(suffixes[-1], "text") if suffixes else "text"
     if format == "parquet" and path.suffix == ".gz":
-        raise DataError(f"{path} is a .parquet file inside gzip; unpack it: parquet compresses by itself")
+        raise DataError(f"{path} is a .parquet file inside gzip; decompress it: parquet has its own compression")
     return format
 
 

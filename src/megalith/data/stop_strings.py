@@ -10,7 +10,7 @@ __all__ = ["StopStrings", "check_stop_strings"]
 def check_stop_strings(stops: Sequence[str]) -> None:
     """Raises ConfigError for an empty string, which would end every text at once."""
     if not all(stops):
-        raise ConfigError("a stop string must have characters; got an empty one; leave it out")
+        raise ConfigError("a stop string must not be empty; got an empty one; leave it out")
 
 
 class StopStrings:

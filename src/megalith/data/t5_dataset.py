@@ -154,9 +154,9 @@ class T5Dataset(MaskedDataset[T5Sample]):
         least = round((seq_length - 1) * masking.probability) + 2
         if decoder_seq_length < least:
             raise ConfigError(
-                f"the decoder's length ({decoder_seq_length}) must hold the masked tokens of {seq_length}, a sentinel "
-                f"and the end, {least} in all; use {decoder_length(seq_length, masking.probability)}, which is always "
-                "enough"
+                f"the decoder length ({decoder_seq_length}) must be at least {least}, for the masked tokens of a "
+                f"sample of {seq_length} tokens, a sentinel and the end token; use "
+                f"{decoder_length(seq_length, masking.probability)}, which is always enough"
             )
         geometric = masking.use_geometric_distribution
         word_masking = WordMasking(
@@ -184,8 +184,8 @@ class T5Dataset(MaskedDataset[T5Sample]):
         num_spans = math.ceil((self.seq_length - 1) * word_masking.probability / words)
         if self._limits.spans < num_spans and os.environ.get("RANK", "0") == "0":
             log.warning(
-                "%s has %d sentinels, and a sample of %d tokens may have some %d masked spans; what is over is not "
-                "masked: use a tokenizer with more sentinels, or longer spans (data.masking.max_ngram)",
+                "%s has %d sentinels, but a sample of %d tokens may have about %d masked spans; the excess spans are "
+                "not masked; use a tokenizer with more sentinels, or longer spans (data.masking.max_ngram)",
                 tokenizer.name,
                 self._limits.spans,
                 self.seq_length,

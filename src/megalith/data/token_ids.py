@@ -41,7 +41,7 @@ def check_dataset(dataset: IndexedDataset, vocab_size: int) -> TokenCheck:
     in 64 evenly spread chunks, up to the first invalid id. Raises DataError if the tokens cannot be read.
     """
     if dataset.dtype.kind == "f":
-        return TokenCheck(f"{dataset.prefix} holds {dataset.dtype.name}; token ids are whole numbers, as in int32")
+        return TokenCheck(f"{dataset.prefix} has dtype {dataset.dtype.name}; token ids must be integers, such as int32")
     recorded = None if dataset.sidecar is None else dataset.sidecar.token_id_range
     kept_by_type = np.iinfo(dataset.dtype)
     if _fits(recorded, vocab_size) or _fits((kept_by_type.min, kept_by_type.max), vocab_size):
@@ -54,11 +54,11 @@ def check_dataset(dataset: IndexedDataset, vocab_size: int) -> TokenCheck:
         smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
     if recorded is not None:
         wrong_id = recorded[1] if recorded[1] >= vocab_size else recorded[0]
-        return TokenCheck(f"{dataset.prefix} holds token id {wrong_id}; {_wanted(wrong_id, vocab_size)}")
-    part = "all" if num_scanned == dataset.num_tokens else f"{num_scanned:,}, evenly spread, of"
+        return TokenCheck(f"{dataset.prefix} contains token id {wrong_id}; {_wanted(wrong_id, vocab_size)}")
+    part = "all" if num_scanned == dataset.num_tokens else f"{num_scanned:,} (evenly spread) of"
     return TokenCheck(
-        scanned=f"{dataset.prefix} does not record its token ids: read {part} {dataset.num_tokens:,} tokens in "
-        f"{perf_counter() - started:.1f} s, the largest id is {largest} and the vocabulary has {vocab_size}"
+        scanned=f"{dataset.prefix} does not record its token ids: scanned {part} {dataset.num_tokens:,} tokens in "
+        f"{perf_counter() - started:.1f} s; the largest id is {largest}, and the vocabulary size is {vocab_size}"
     )
 
 
@@ -99,15 +99,15 @@ def _at(dataset: IndexedDataset, position: int, token_id: int, vocab_size: int) 
     starts = dataset.document_starts()
     document = int(np.searchsorted(starts, position, side="right")) - 1
     return (
-        f"token {position - int(starts[document])} of document {document} in {dataset.prefix} has the id {token_id}; "
+        f"token {position - int(starts[document])} of document {document} in {dataset.prefix} has id {token_id}; "
         f"{_wanted(token_id, vocab_size)}"
     )
 
 
 def _wanted(token_id: int, vocab_size: int) -> str:
     if token_id < 0:
-        return "ids begin at 0: prepare the data again"
+        return "token ids must be 0 or more; prepare the data again"
     return (
-        f"the model's vocabulary has {vocab_size} entries, so that ids must be below that; prepare the data with the "
-        f"model's tokenizer, or train a new model with model.vocab_size={token_id + 1} or more"
+        f"token ids must be below {vocab_size}, the model's vocabulary size; prepare the data with the model's "
+        f"tokenizer, or train a new model with model.vocab_size={token_id + 1} or more"
     )

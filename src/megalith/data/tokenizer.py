@@ -80,7 +80,7 @@ class Tokenizer:
         self._content = content
         self.name = name
         self.sha256 = hashlib.sha256(content).hexdigest()
-        with _told(f"{name} must be a tokenizer.json of Hugging Face tokenizers; it cannot be read as one"):
+        with _told(f"{name} must be a tokenizer.json of Hugging Face tokenizers; it cannot be parsed"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()  # many published files silently truncate to 512 tokens
         self._tokenizer.no_padding()
@@ -193,8 +193,8 @@ class Tokenizer:
         """Raises DataError if the tokenizer needs more rows than ``num_rows``, the rows of ``model``."""
         if self.num_rows > num_rows:
             raise DataError(
-                f"{self.name} must have ids below {num_rows}, the vocabulary of the model in {model}; text gives ids "
-                f"up to {self.num_rows - 1} ({self._tokenizer.id_to_token(self.num_rows - 1)!r:.80}); use the "
+                f"{self.name} must have ids below {num_rows}, the vocabulary size of the model in {model}; text gives "
+                f"ids up to {self.num_rows - 1} ({self._tokenizer.id_to_token(self.num_rows - 1)!r:.80}); use the "
                 "tokenizer.json that the model was trained with, or convert the model without one"
             )
 
@@ -208,8 +208,8 @@ class Tokenizer:
         begin = [] if processor is None else put_in_front(json.loads(processor.__getstate__()))
         if any(type(id) is not int or not 0 <= id < self.vocab_size for id in begin) or len(begin) > _MOST_BEGINNING:
             raise DataError(
-                f"the post_processor of {self.name} must put at most {_MOST_BEGINNING} tokens of its vocabulary in "
-                f"front of a text; it puts {begin!r:.80}; mend the file, or take its post_processor out"
+                f"the post_processor of {self.name} must prepend at most {_MOST_BEGINNING} tokens of its vocabulary "
+                f"to a text; it prepends {begin!r:.80}; fix the file, or remove its post_processor"
             )
         return begin
 
@@ -221,8 +221,8 @@ class Tokenizer:
                 return id
         special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         raise DataError(
-            f"{self.name} needs a token that ends a document, {' or '.join(map(repr, names))}; it has none; name one "
-            f"of its own with --eod (eod=... in Python); its special tokens are {special or 'none'}"
+            f"{self.name} must have an end-of-document token, {' or '.join(map(repr, names))}; it has none; choose one "
+            f"of its tokens with --eod (eod=... in Python); its special tokens are {special or 'none'}"
         )
 
 
@@ -296,12 +296,12 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: 
     Raises ConfigError if ``vocab_size`` is too small for the bytes, or unreasonably large.
     """
     if vocab_size > _MOST_ENTRIES:  # the trainer allocates memory for all of them, and crashes if there is not enough
-        raise ConfigError(f"a vocabulary has at most {_MOST_ENTRIES:,} entries; got {vocab_size}; use 32000")
+        raise ConfigError(f"a vocabulary can have at most {_MOST_ENTRIES:,} entries; got {vocab_size}; use 32000")
     special = [EOD, *special_tokens]
     if vocab_size < (least := 256 + len(special)):
         others = f" and {len(special_tokens)} special tokens" if special_tokens else ""
         raise ConfigError(
-            f"the vocabulary must hold 256 bytes and {EOD}{others}, so at least {least} entries; got {vocab_size}"
+            f"the vocabulary must have at least {least} entries, for 256 bytes and {EOD}{others}; got {vocab_size}"
         )
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -312,7 +312,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: 
     )
     trained.train_from_iterator(_without_endless_words(texts), trainer)
     if (found := trained.get_vocab_size()) < vocab_size:
-        log.warning("the text gives a vocabulary of %d entries; %d were asked for", found, vocab_size)
+        log.warning("the text yields a vocabulary of %d entries; %d were requested", found, vocab_size)
     return Tokenizer(trained.to_str(pretty=True).encode())
 
 

@@ -52,8 +52,8 @@ def _encode_in_processes(
                 yield future.result()
         except BrokenProcessPool as error:
             raise MegalithError(
-                f"one of {processes} processes that encode text was killed, most often for lack of memory; run the "
-                "same command with fewer --processes: it goes on where this one ended"
+                f"one of {processes} worker processes that encode text was killed, probably out of memory; run the "
+                "same command with fewer --processes to resume"
             ) from error
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
@@ -70,6 +70,6 @@ def _begin() -> None:
 def _end_with_parent() -> None:
     """Exits when the parent dies; otherwise the workers would wait for work forever."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "runs in a child"
+    assert parent is not None, "runs in a child process"
     connection.wait([parent.sentinel])
     os._exit(1)

@@ -80,7 +80,7 @@ def test_a_model_max_length_stays_what_it_was_and_a_line_says_so_where_rows_are_
     import_model(source, tmp_path / "run", with_proof=False)
     export_model(tmp_path / "run", tmp_path / "out", with_proof=False)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 20
-    assert "keeps a model_max_length of 20 tokens, and rows of the run have 24" in caplog.text
+    assert "keeps model_max_length=20, but the run's samples have 24 tokens" in caplog.text
     caplog.clear()
     path = tmp_path / "run" / "huggingface" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 24}))
@@ -136,9 +136,9 @@ RAG = f"{FOLDER}/rag.jinja"
         (instead(RAG, os.mkfifo), r"rag\.jinja: it is a FIFO"),
         (instead(RAG, os.mkdir), r"rag\.jinja: Is a directory"),
         (instead(RAG, lambda path: path.symlink_to("rag.jinja")), r"rag\.jinja: Too many levels"),
-        (lambda folder: (folder / FOLDER / "a\nb.jinja").touch(), r"cannot be printed: 'a\\nb\.jinja'"),
-        (too_many, "holds 65 templates of .*, and at most 64 of 16,777,216 bytes in all are read"),
-        (large, r"holds 3 templates of 16,777,\d+ bytes"),
+        (lambda folder: (folder / FOLDER / "a\nb.jinja").touch(), r"unprintable name: 'a\\nb\.jinja'"),
+        (too_many, "has 65 templates of .*; the limit is 64 templates of 16,777,216 bytes in total"),
+        (large, r"has 3 templates of at least 16,777,\d+ bytes"),
     ],
 )  # fmt: skip
 def test_what_is_no_template_of_the_folder_is_refused_by_name(change, said, tmp_path):
@@ -164,5 +164,5 @@ def test_a_link_to_another_file_of_the_folder_and_those_of_a_cache_are_followed(
     assert found == dict.fromkeys(("chat_template.jinja", f"{FOLDER}/rag.jinja"), b"of a blob")
     (snapshot / "chat_template.jinja").unlink()
     (snapshot / "chat_template.jinja").symlink_to("../../../secret")
-    with pytest.raises(CheckpointError, match=r"link to .*/secret; copy that here"):
+    with pytest.raises(CheckpointError, match=r"link to .*/secret; copy that file here"):
         read_companions(LocalStore(snapshot))
