@@ -90,7 +90,7 @@ def test_positions_of_a_padded_row_begin_with_its_tokens():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (["tt.t."], r"must be together; row 0 has padding between them"),
+        (["tt.t."], r"must be contiguous; row 0 has padding between them"),
         (["ttttt", "....t", "t...t"], r"row 2 has padding between them"),
         (["t.t.t"], r"row 0 has padding"),
     ],
@@ -157,9 +157,9 @@ def test_copies_travel_between_processes():
         ([0, 4, 7], {}, r"end at B\*S = 8; got \[0, 4, 7\]"),
         ([0, 4, 9], {}, r"end at B\*S = 8; got \[0, 4, 9\]"),
         ([0], {}, r"begin at 0 and end at"),
-        ([0, 3, 3, 4, 8], {}, r"must rise from border to border.*got \[0, 3, 3, 4, 8\]"),
-        ([0, 4, 2, 8], {}, r"must rise"),
-        ([0, 3, 8], {}, r"at every row, each 4 tokens.*without \[4\]"),
+        ([0, 3, 3, 4, 8], {}, r"must be strictly increasing.*got \[0, 3, 3, 4, 8\]"),
+        ([0, 4, 2, 8], {}, r"must be strictly increasing"),
+        ([0, 3, 8], {}, r"at every row, 4 tokens apart.*without \[4\]"),
         ([0, 4, 8], {"cu_seqlens_q": torch.tensor([0, 4, 8])}, r"cu_seqlens_q must be int32 \[N\+1\]; got torch.int64"),
         (
             [0, 4, 8],
@@ -167,7 +167,7 @@ def test_copies_travel_between_processes():
             r"cu_seqlens_kv.*got torch.int32 \[1, 2\]",
         ),
         ([0, 4, 8], {"cu_seqlens_kv": torch.tensor([0, 2, 4, 8], dtype=torch.int32)}, r"must equal cu_seqlens_q"),
-        ([0, 4, 8], {"max_seqlen_q": 5}, r"must be 4, the tokens of the longest document; got 5 and 4"),
+        ([0, 4, 8], {"max_seqlen_q": 5}, r"must be 4, the length of the longest document; got 5 and 4"),
         ([0, 4, 8], {"max_seqlen_kv": 3}, r"got 4 and 3"),
         ([0, 4, 8], {"batch_size": 0}, r"must be positive; got 0 and 4"),
         ([0, 4, 8], {"qkv_format": "sbhd"}, r"must be 'thd'.*got 'sbhd'"),
@@ -181,11 +181,11 @@ def test_wrong_borders_are_refused(borders, changes, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PackedSeqParams.from_lengths([[3, 1], [5]]), r"one and the same sum; got sums \[4, 5\]"),
+        (lambda: PackedSeqParams.from_lengths([[3, 1], [5]]), r"must have the same sum; got sums \[4, 5\]"),
         (lambda: PackedSeqParams.from_lengths([]), r"got sums \[\]"),
         (lambda: PackedSeqParams.from_lengths([[]]), r"must be positive; got 1 and 0"),
         (lambda: PackedSeqParams.from_lengths([[2, 0, 2]]), r"no document is empty"),
-        (lambda: PackedSeqParams.from_documents(torch.tensor([[0, 1, 0]])), r"must not fall along a row"),
+        (lambda: PackedSeqParams.from_documents(torch.tensor([[0, 1, 0]])), r"must not decrease along a row"),
         (
             lambda: PackedSeqParams.from_documents(torch.tensor([0, 1])),
             r"int32 or int64 \[B, S\]; got torch.int64 \[2\]",

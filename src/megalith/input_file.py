@@ -23,7 +23,7 @@ def regular_file_size(path: str | Path) -> int:
     try:
         status = Path(path).stat()
     except ValueError as error:  # a NUL character, or half of a surrogate pair
-        raise OSError(errno.EINVAL, f"no file can have this name: {error}") from error
+        raise OSError(errno.EINVAL, f"not a valid file name: {error}") from error
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(status.st_mode):
@@ -36,6 +36,6 @@ def read_regular_file(path: str | Path, most_bytes: int) -> bytes:
     """Returns the content of the regular file ``path``. Raises OSError as ``regular_file_size``, or if too large."""
     size = regular_file_size(path)
     if size > most_bytes:
-        raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most_bytes:,} are read")
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes; the limit is {most_bytes:,}")
     with open(path, "rb") as file:
         return file.read(most_bytes)

@@ -16,8 +16,8 @@ _EXTRAS: dict[str, tuple[str, str | None]] = {
     "matplotlib": ("drawing report.html", "report"),
     "matplotlib.figure": ("drawing report.html", "report"),
     "torch.utils.tensorboard": ("writing TensorBoard files", "tracking"),
-    "wandb": ("writing for Weights & Biases", "tracking"),
-    "mlflow": ("writing for MLflow", "tracking"),
+    "wandb": ("logging to Weights & Biases", "tracking"),
+    "mlflow": ("logging to MLflow", "tracking"),
     "transformers": ("comparing with Hugging Face", "hf"),
     "megatron.core": ("comparing with Megatron-Core", "dev"),
     "deep_ep": ("parallel.dispatch.method=flex", None),
@@ -40,7 +40,11 @@ def has(package: str) -> bool:
 def need(package: str) -> ModuleType:
     """Imports and returns the module ``package``. Raises MissingDependencyError with the command that installs it."""
     purpose, extra = _EXTRAS[package]
-    how = f"run: pip install 'megalith[{extra}]'" if extra else "build it as its own page says: it has no wheels"
+    how = (
+        f"run: pip install 'megalith[{extra}]'"
+        if extra
+        else "build it from source, as its documentation describes: it has no wheels"
+    )
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -63,5 +67,5 @@ def why_not_interpret() -> str | None:
         return "triton is not installed (pip install 'megalith[triton]')"
     major, minor, *_ = importlib.metadata.version("numpy").split(".")
     if (int(major), int(minor)) >= (2, 4):
-        return f"Triton's interpreter needs numpy below 2.4, and {major}.{minor} is installed"
+        return f"Triton's interpreter needs numpy below 2.4; {major}.{minor} is installed"
     return None

@@ -52,11 +52,13 @@ class PackedSeqParams:
             raise ShapeError(f"qkv_format must be 'thd', rows without padding; got {self.qkv_format!r}")
         borders = _checked_borders("cu_seqlens_q", self.cu_seqlens_q, self.batch_size, self.seq_length)
         if _checked_borders("cu_seqlens_kv", self.cu_seqlens_kv, self.batch_size, self.seq_length) != borders:
-            raise ShapeError("cu_seqlens_kv must equal cu_seqlens_q: in self-attention both are of the same documents")
+            raise ShapeError(
+                "cu_seqlens_kv must equal cu_seqlens_q: in self-attention, both describe the same documents"
+            )
         longest = max(end - start for start, end in pairwise(borders))
         if (self.max_seqlen_q, self.max_seqlen_kv) != (longest, longest):
             raise ShapeError(
-                f"max_seqlen_q and max_seqlen_kv must be {longest}, the tokens of the longest document; "
+                f"max_seqlen_q and max_seqlen_kv must be {longest}, the length of the longest document; "
                 f"got {self.max_seqlen_q} and {self.max_seqlen_kv}"
             )
         rows: list[list[tuple[int, int]]] = [[] for _ in range(self.batch_size)]
@@ -75,7 +77,7 @@ class PackedSeqParams:
         """Builds from document lengths in tokens, one list per row; every list must have the same sum, S."""
         sums = {sum(row) for row in lengths}
         if len(sums) != 1:
-            raise ShapeError(f"the lengths of each row must have one and the same sum; got sums {sorted(sums)}")
+            raise ShapeError(f"the lengths of all rows must have the same sum; got sums {sorted(sums)}")
         borders = list(accumulate(chain.from_iterable(lengths), initial=0))
         return cls._from_borders(borders, len(lengths), sums.pop())
 
@@ -86,7 +88,9 @@ class PackedSeqParams:
             raise ShapeError(f"documents must be int32 or int64 [B, S]; got {documents.dtype} {list(documents.shape)}")
         steps = documents[:, 1:] - documents[:, :-1]
         if (steps < 0).any():
-            raise ShapeError("documents must not fall along a row: a document's tokens are together; got one that does")
+            raise ShapeError(
+                "documents must not decrease along a row, because a document's tokens are contiguous; got one that does"
+            )
         begins = torch.ones_like(documents, dtype=torch.bool)  # each row starts a new document
         begins[:, 1:] = steps > 0
         borders = [*begins.flatten().nonzero().flatten().tolist(), documents.numel()]
@@ -106,7 +110,7 @@ class PackedSeqParams:
         begins = is_token & ~torch.nn.functional.pad(is_token[:, :-1], (1, 0))
         if (begins.sum(dim=1) > 1).any():
             row = int((begins.sum(dim=1) > 1).nonzero()[0])
-            raise ShapeError(f"the tokens of a row must be together; row {row} has padding between them")
+            raise ShapeError(f"the tokens of a row must be contiguous; row {row} has padding between them")
         return cls.from_documents(documents)
 
     @classmethod
@@ -165,10 +169,10 @@ def _checked_borders(name: str, cu_seqlens: Tensor, batch_size: int, seq_length:
     if len(borders) < 2 or borders[0] != 0 or borders[-1] != total:
         raise ShapeError(f"{name} must begin at 0 and end at B*S = {total}; got {borders}")
     if any(end <= start for start, end in pairwise(borders)):
-        raise ShapeError(f"{name} must rise from border to border: no document is empty; got {borders}")
+        raise ShapeError(f"{name} must be strictly increasing, because no document is empty; got {borders}")
     if missing := sorted(set(range(0, total, seq_length)) - set(borders)):
         raise ShapeError(
-            f"{name} must have a border at every row, each {seq_length} tokens, for no document crosses rows; "
+            f"{name} must have a boundary at every row, {seq_length} tokens apart, because no document spans rows; "
             f"got {borders} without {missing}"
         )
     return borders

@@ -30,7 +30,7 @@ def recipe_text(name: str) -> str:
     if name not in recipe_names():
         near = get_close_matches(name, recipe_names(), 1)
         meant = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"there is no recipe {name}; {meant}there are {', '.join(recipe_names())}")
+        raise ConfigError(f"there is no recipe {name}; {meant}available recipes: {', '.join(recipe_names())}")
     return _folder().joinpath(f"{name}.yaml").read_text("utf-8")
 
 
@@ -53,7 +53,7 @@ def require_source(source: str | None) -> str:
     """Returns ``source``, a command's recipe or file. Raises ConfigError listing the recipes if it was not given."""
     if source is None or "=" in source:
         error = ConfigError(
-            f"name a recipe or a YAML file first: {', '.join(recipe_names())}; "
+            f"give a recipe or a YAML file first: {', '.join(recipe_names())}; "
             "for example: megalith train llama-4m data.train=PREFIX"
         )
         error.on_every_rank = True  # all ranks have the same command line

@@ -102,7 +102,7 @@ def test_a_result_that_cannot_be_written_is_one_message():
 
 def test_a_closed_standard_output_is_no_error():
     found = megalith("train --dry-run >&-")  # a mistake, told on the other stream
-    assert (found.returncode, found.stderr.splitlines()[0][:16]) == (2, "error: name a re")
+    assert (found.returncode, found.stderr.splitlines()[0][:16]) == (2, "error: give a re")
     assert megalith("recipes list >&-").returncode == 0
 
 

@@ -227,7 +227,7 @@ def make_fifo(path):
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
         (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
-        (lambda path: path.write_bytes(b"#" * 300_000), "it has 300,000 bytes, and at most 262,144 are read"),
+        (lambda path: path.write_bytes(b"#" * 300_000), "it has 300,000 bytes; the limit is 262,144"),
     ],
 )
 def test_what_is_no_file_of_settings_is_refused_without_opening_it(make, message, tmp_path):

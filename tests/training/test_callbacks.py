@@ -219,6 +219,6 @@ def test_a_dashboard_that_is_not_installed_is_refused_before_the_start(tmp_path,
     monkeypatch.setattr(optional, "has", lambda package: package != "wandb")
     ended = here("train", write_settings(settings(tmp_path), tmp_path), "tracking=[wandb]")
     assert ended.code == 2
-    assert "tracking (wandb): writing for Weights & Biases needs wandb" in ended.err
+    assert "tracking (wandb): logging to Weights & Biases needs wandb" in ended.err
     assert "pip install 'megalith[tracking]'" in ended.err
     assert not (tmp_path / "run").exists()

@@ -138,7 +138,7 @@ def test_after_a_run_that_fails_only_smaller_ones_of_its_layout_follow(recorded)
     assert [case.degrees for case in recorded.ran] == [{}, both, *smaller]
 
 
-@pytest.mark.parametrize(("numpy", "why"), [("2.3.5", None), ("2.4.0", "needs numpy below 2.4, and 2.4 is installed")])
+@pytest.mark.parametrize(("numpy", "why"), [("2.3.5", None), ("2.4.0", "needs numpy below 2.4; 2.4 is installed")])
 def test_the_interpreter_needs_an_older_numpy(numpy, why, monkeypatch):
     monkeypatch.setattr(optional, "_HAS_TRITON", True)
     monkeypatch.setattr("importlib.metadata.version", lambda name: numpy)
