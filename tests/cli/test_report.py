@@ -40,7 +40,7 @@ def append_an_integer_of_400_digits(folder):
     [
         (lambda folder: None, "a run's folder holds metrics.jsonl"),
         (lambda folder: folder.mkdir(), "a run's folder holds metrics.jsonl"),
-        (lambda folder: write_run(folder, steps=4) and (folder / "about.json").write_text("{"), "should be JSON"),
+        (lambda folder: write_run(folder, steps=4) and (folder / "about.json").write_text("{"), "must be JSON"),
         (lambda folder: write_run(folder, steps=4) and (folder / "report.html").mkdir(), "cannot write"),
         (lambda folder: append_an_integer_of_400_digits(write_run(folder, steps=4)), 'line 4 is b\'{"step": 5, "loss"'),
     ],

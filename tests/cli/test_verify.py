@@ -35,10 +35,10 @@ def test_a_recipe_is_proven(few_cases):
     found = here("verify", "llama-4m", *OVERRIDES)
     assert found.code == 0, found
     lines = found.out.splitlines()
-    assert lines[0] == "the recipe  tensor 2 x shard 2"
+    assert lines[0] == "recipe       tensor 2 x shard 2"
     assert [line.split()[0] for line in lines if line.endswith("same")] == ["4", "2"]
-    assert lines[-1].startswith("the same numbers in all 2 runs")
-    assert "  the path compile: no run has come to it" in lines
+    assert lines[-1].startswith("all 2 runs match")
+    assert "  path compile: no run used it" in lines
     assert "run 2 of 2: tensor 2, float64, blocked" in found.err
 
 
@@ -48,8 +48,8 @@ def test_a_fault_is_named_and_the_exit_code_is_1(few_cases):
         found = here("verify", "llama-4m", *OVERRIDES)
     assert found.code == 1, found
     *_, verdict, first = found.out.splitlines()
-    assert verdict == "2 of 2 runs are wrong; the smallest layout that is: tensor 2"
-    assert first.startswith("there, in float64, what differs first is the gradient of model.norm.weight in step 1: by ")
+    assert verdict == "2 of 2 runs are wrong; smallest failing layout: tensor 2"
+    assert first.startswith("first difference, in float64: the gradient of model.norm.weight in step 1, by ")
 
 
 def test_a_signal_to_end_leaves_nothing_in_the_temporary_directory(tmp_path_factory, monkeypatch):
@@ -71,7 +71,7 @@ def test_all_paths_are_proven():
     found = here("verify", "gpt2-124m", "--world", 4, "parallel.pipeline=2")
     assert found.code == 0, found
     for path in ("compile", "triton", "blocked", "aten"):
-        assert f"the path {path}" not in found.out
+        assert f"  path {path}:" not in found.out
     assert "precision.dtype=bfloat16" in found.out
 
 

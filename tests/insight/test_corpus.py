@@ -45,9 +45,7 @@ def test_this_machine_has_megabytes_of_them():
 
 def test_a_library_without_sources_names_the_way_out(library, monkeypatch):
     monkeypatch.setattr(corpus, "_SMALLEST", 2_000_000)
-    with pytest.raises(
-        DataError, match=r"at least 2 MB .* found 0\.0 MB in 4 files\. Use a full Python .*data prepare"
-    ):
+    with pytest.raises(DataError, match=r"at least 2 MB .* found 0\.0 MB in 4 files; use a full Python .*data prepare"):
         standard_library_sources()
 
 

@@ -300,7 +300,7 @@ def test_named_validation_sets_are_a_table_of_last_and_lowest_losses(tmp_path):
 
 
 def test_a_run_without_records_has_no_report(tmp_path):
-    with pytest.raises(DataError, match=r"at least one training step, .*let it train one step first"):
+    with pytest.raises(DataError, match=r"at least one training step; .*train for at least one step first"):
         page_with(tmp_path)
     assert not (tmp_path / "report.html").exists()
     assert write_report_if_possible(tmp_path) is None  # a run that was stopped before its first step

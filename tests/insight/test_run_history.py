@@ -107,23 +107,23 @@ def test_columns_keep_numbers_and_nan_and_pass_over_null(tmp_path):
 
 @pytest.mark.parametrize("records", [[], [{"step": 1, "valid_loss": 2.0}]])
 def test_a_run_without_a_training_record_is_refused(tmp_path, records):
-    with pytest.raises(DataError, match=r"metrics\.jsonl should hold a record of at least one training step"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl must contain a record of at least one training step"):
         run_of(tmp_path, *records)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("samples.json", "{", r"samples\.json should be JSON, and is not"),
-        ("samples.json", "{}", r"samples\.json should hold a list; it holds {}; remove it"),
-        ("evaluation.json", json.dumps([1]), r"evaluation\.json should hold an object; it holds \[1\]"),
+        ("samples.json", "{", r"samples\.json must be JSON; it cannot be read"),
+        ("samples.json", "{}", r"samples\.json must contain a list; got {}; remove it"),
+        ("evaluation.json", json.dumps([1]), r"evaluation\.json must contain an object; got \[1\]"),
         (
             "evaluation.json",
             '{"valid_loss": ' + "9" * 400 + "}",
-            r"evaluation\.json should be JSON, and is not \(an int",
+            r"evaluation\.json must be JSON; it cannot be read \(an int",
         ),
-        ("about.json", "[" * 100_000, r"about\.json should be JSON, and is not"),
-        ("about.json", "null", r"about\.json should hold an object; it holds None"),
+        ("about.json", "[" * 100_000, r"about\.json must be JSON; it cannot be read"),
+        ("about.json", "null", r"about\.json must contain an object; got None"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path, name, content, message):

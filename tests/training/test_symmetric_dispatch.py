@@ -157,7 +157,7 @@ def test_verify_says_that_it_runs_another_exchange(tmp_path):
     tree = run_of(settings(tmp_path, **OPTIONS["experts in every layer"]), {"expert": 2})
     said = list(experts_not_shown(load_run(tree, world_size=2), [{"expert": 2}]))
     assert said == [
-        "parallel.dispatch.method=symmetric: symmetric memory needs several GPUs; all_to_all was run",
+        "parallel.dispatch.method=symmetric: symmetric memory needs several GPUs; all_to_all was used instead",
     ]
 
 

@@ -139,9 +139,7 @@ def baseline_losses(train: TokenSequences, held_out: TokenSequences, vocab_size:
         bigram -= float(np.log(model.bigram(previous, tokens)).sum())
         num_tokens += len(tokens)
     if num_tokens == 0:
-        raise DataError(
-            "the held-out data must have at least 2 tokens, one to predict from another; hold out more text"
-        )
+        raise DataError("the held-out data must have at least 2 tokens, an input and a target; hold out more text")
     return BaselineLosses(unigram / num_tokens, bigram / num_tokens, num_tokens, model.weight)
 
 
@@ -151,7 +149,7 @@ def fitted_bigram(train: TokenSequences, vocab_size: int) -> InterpolatedBigram:
     period = max(_ONE_IN, -(-num_tokens // _MOST_FITTED))
     block = min(_BLOCK, (num_tokens - 1) // period)
     if block < 1:
-        raise DataError(f"counting pairs needs more than {period} tokens of training data; got {num_tokens}")
+        raise DataError(f"the bigram baseline needs more than {period} tokens of training data; got {num_tokens}")
     none = np.zeros(0, np.int64)
     counted = PairCounts.of(none, none, vocab_size)
     kept: list[tuple[Tokens, Tokens]] = []
@@ -189,7 +187,7 @@ def _checked(pieces: list[NDArray[Any]], vocab_size: int) -> Tokens:
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         raise DataError(
-            f"tokens must be below the vocabulary's size {vocab_size}; found {wrong}; "
-            "give the size of the tokenizer that prepared this data"
+            f"token ids must be at least 0 and below the vocabulary size ({vocab_size}); got {wrong}; "
+            "give the vocabulary size of the tokenizer that prepared this data"
         )
     return tokens

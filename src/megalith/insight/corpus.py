@@ -32,9 +32,9 @@ def standard_library_sources() -> list[Path]:
                 size += len(text)
     if size < _SMALLEST:
         raise DataError(
-            f"the standard library in {root} should hold at least {_SMALLEST // 10**6} MB of source text; "
-            f"found {size / 1e6:.1f} MB in {len(sources)} files. Use a full Python (on Debian and Ubuntu: apt-get "
-            "install python3-full), or train on text of your own: megalith data prepare FILES... --out PREFIX"
+            f"the standard library in {root} must contain at least {_SMALLEST // 10**6} MB of source text; "
+            f"found {size / 1e6:.1f} MB in {len(sources)} files; use a full Python (on Debian and Ubuntu: apt-get "
+            "install python3-full), or train on your own text: megalith data prepare FILES... --out PREFIX"
         )
     return sorted(sources, key=lambda path: path.relative_to(root).as_posix())
 

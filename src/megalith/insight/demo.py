@@ -76,7 +76,7 @@ def run_demo(folder: Path, show: Callable[[str], None]) -> DemoResult:
         arguments = ["train", _RECIPE, *overrides, *changes]
         way_on = partial(where_it_goes_on, folder / "checkpoints")
         if code := launch(_RANKS, arguments, folder / "logs", show, goes_on=way_on):
-            raise DemoError(f"megalith {' '.join(arguments)} ended with exit code {code}; its message is above")
+            raise DemoError(f"megalith {' '.join(arguments)} failed with exit code {code}; see its message above")
     training_seconds = perf_counter() - started
     show(f"trained in {duration(training_seconds)}")
     [found] = evaluate_checkpoint(folder, None, None)
@@ -93,11 +93,11 @@ def _prepare(folder: Path, show: Callable[[str], None]) -> tuple[str, str]:
     files = standard_library_sources()
     kept, held_out = split_by_file(files, _HELD_OUT, seed=0)
     size = sum(file.stat().st_size for file in files) / 1e6
-    show(f"corpus: {len(files):,} files of this Python's standard library, {size:.1f} MB; {len(held_out)} held out")
+    show(f"corpus: {len(files):,} files from this Python's standard library, {size:.1f} MB; {len(held_out)} held out")
     found = prepare(kept, folder / "text", vocab_size=_VOCABULARY, valid=held_out, processes=os.cpu_count() or 1)
     assert found.valid is not None, "files were held out"
     for name, part in (("train", found.train), ("held out", found.valid)):
-        show(f"{name}: {part.num_documents:,} documents, {part.num_tokens:,} tokens of {_VOCABULARY:,} kinds")
+        show(f"{name}: {part.num_documents:,} documents, {part.num_tokens:,} tokens, vocabulary size {_VOCABULARY:,}")
     return str(found.prefix), str(found.valid_prefix)
 
 
@@ -150,7 +150,7 @@ def _summary(
         f"held-out loss, nats per token over {found.num_tokens:,} tokens",
         f"  unigram              {baselines.unigram:.3f}",
         f"  interpolated bigram  {baselines.bigram:.3f}",
-        f"  this model           {found.loss:.3f}  ({baselines.bigram - found.loss:+.3f} under the bigram)",
+        f"  this model           {found.loss:.3f}  ({baselines.bigram - found.loss:+.3f} below the bigram)",
         "",
         f"everything is in {folder}: config.yaml, metrics.jsonl, checkpoints/, data/, samples.json",
         f"report: {report}  (opens in any browser, no network needed)",

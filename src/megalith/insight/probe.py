@@ -36,13 +36,17 @@ class DtypeProbe:
         """One line that explains the choice, with timings."""
         taken = self.seconds[self.dtype]
         others = [
-            f"{duration(seconds)} in {dtype} ({seconds / taken:.2f} times as long)"
+            f"{duration(seconds)} in {dtype} ({seconds / taken:.2f}x as long)"
             for dtype, seconds in self.seconds.items()
             if dtype != self.dtype
         ]
         fastest = min(self.seconds.values()) == taken
-        why = "the fastest here" if fastest else f"no other is more than {_WORTH_IT - 1:.0%} faster here"
-        return f"dtype {self.dtype}, {why}: a micro-batch takes {duration(taken)}, against {' and '.join(others)}"
+        why = (
+            "the fastest on this machine"
+            if fastest
+            else f"no other is more than {_WORTH_IT - 1:.0%} faster on this machine"
+        )
+        return f"dtype {self.dtype}, {why}: a micro-batch takes {duration(taken)}, compared with {' and '.join(others)}"
 
 
 def probe_dtype(

@@ -44,7 +44,7 @@ def write_report_if_possible(run_folder: Path | str) -> str | None:
     except MegalithError as error:
         return f"no report: {error}"
     except Exception as error:  # such as an error in matplotlib
-        log.warning("report.html cannot be drawn", exc_info=True)
+        log.warning("could not draw report.html", exc_info=True)
         return f"no report: {type(error).__name__}: {error}; the run is complete, try: megalith report {run_folder}"
 
 

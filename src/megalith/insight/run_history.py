@@ -101,8 +101,8 @@ def read_run(folder: Path) -> RunHistory:
     training = sorted((record for record in records if "loss" in record), key=lambda record: record["step"])
     if not training:
         raise DataError(
-            f"{folder / 'metrics.jsonl'} should hold a record of at least one training step, and holds none; "
-            "let it train one step first"
+            f"{folder / 'metrics.jsonl'} must contain a record of at least one training step; it has none; "
+            "train for at least one step first"
         )
     evaluations = {record["step"]: float(loss) for record in records if _is_number(loss := record.get("valid_loss"))}
     settings = folder / "config.yaml"
@@ -246,8 +246,10 @@ def _json(path: Path, kind: type) -> Any:
     try:
         content = json.loads(read_regular_file(path, _MOST_BYTES).decode("utf-8"), parse_int=float_sized)
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} should be JSON, and is not ({error}); remove it to leave that part out") from error
+        raise DataError(
+            f"{path} must be JSON; it cannot be read ({error}); remove it to omit that part of the report"
+        ) from error
     if not isinstance(content, kind):
         wanted = "an object" if kind is dict else "a list"
-        raise DataError(f"{path} should hold {wanted}; it holds {content!r:.60}; remove it to leave that part out")
+        raise DataError(f"{path} must contain {wanted}; got {content!r:.60}; remove it to omit that part of the report")
     return content

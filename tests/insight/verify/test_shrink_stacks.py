@@ -114,4 +114,4 @@ def test_what_two_stages_cannot_show_is_said():
     assert places(large) == {"encoder", "decoder", "both"}
     [line] = stacks_not_shown(large, [(row, run) for run, row in small_runs(large, 4)[1]])
     assert line.startswith("pipeline 2: the ")
-    assert line.endswith("coder on several stages, as in the recipe: too few stages for it")
+    assert line.endswith("coder on several stages, as in the recipe, needs more stages")

@@ -86,12 +86,12 @@ def test_what_cannot_be_shown_is_told(recorded, monkeypatch):
     more += ["train.fused_linear_cross_entropy=true"]
     found = verify("llama-4m", ["parallel.tensor=2", *more], None, str)
     assert list(found.uncovered) == [
-        "parallel.shard=-1 takes what is left of the ranks, which --world tells; here nothing is left",
-        "optim.overrides, match=*layers.3*: the small model has no such parameter",
-        "the path triton: no triton here",
-        "precision.dtype=bfloat16: its rounding hides what differs; float32 and float64 were run",
-        "train.compile=true: each rank compiles its layers by itself; they were run as they are",
-        "train.fused_linear_cross_entropy=true: the few tokens of a small micro-batch are one chunk of its 4096",
+        "parallel.shard=-1 takes the remaining ranks of --world; without --world, none remain",
+        "optim.overrides, match=*layers.3*: no parameter of the small model matches",
+        "path triton: no triton here",
+        "precision.dtype=bfloat16: rounding would hide differences; float32 and float64 were run",
+        "train.compile=true: each rank compiles its own layers; they were run in eager mode",
+        "train.fused_linear_cross_entropy=true: a small micro-batch fits in one chunk of 4096 tokens",
     ]
     assert [one["match"] for one in recorded.small["optim"]["overrides"]] == ["*norm*"]
 
@@ -104,9 +104,9 @@ def test_pairs_that_were_run_on_some_paths_alone_are_told(recorded):
     with_replicate = "context with replicate, tensor with replicate"
     all_pairs = "context with replicate, tensor with context, tensor with replicate"
     assert list(found.uncovered) == [
-        f"float32 on the paths of a run on this machine: {with_replicate}; float64 on plain torch has seen them",
-        f"float64 on the paths of a run on this machine: {all_pairs}; float64 on plain torch has seen them",
-        f"float32 on Triton's kernels: {all_pairs}; float64 on plain torch has seen them",
+        f"float32 on the default paths on this machine: {with_replicate}; covered in float64 on plain torch",
+        f"float64 on the default paths on this machine: {all_pairs}; covered in float64 on plain torch",
+        f"float32 on Triton kernels: {all_pairs}; covered in float64 on plain torch",
     ]
 
 

@@ -67,17 +67,17 @@ def experts_not_shown(config: RunConfig, rows: Sequence[Degrees]) -> Iterator[st
     beside = _of_micro_batches(moe)
     if moe.router.global_balance and beside:
         yield (
-            f"{_ROUTER}.global_balance beside {beside[0]}: one process has either the micro-batches of each rank or "
-            "those of all ranks together; global_balance was left out"
+            f"{_ROUTER}.global_balance with {beside[0]}: a single process can reproduce the micro-batches of each rank "
+            "or those of all ranks together, but not both; global_balance was disabled"
         )
     if moe.capacity is not None and _tokens_are_split(rows):
         yield (
-            "model.moe.capacity.factor: each rank of tensor and of context drops among the tokens that it has, which "
-            "one process does not; it was raised until nothing is dropped"
+            "model.moe.capacity.factor: each tensor and context rank drops tokens among its own, which one process "
+            "cannot reproduce; it was increased until no tokens are dropped"
         )
     needs = {"flex": "DeepEP", "symmetric": "symmetric memory"}
     if (method := config.parallel.dispatch.method) in needs:
-        yield f"parallel.dispatch.method={method}: {needs[method]} needs several GPUs; all_to_all was run"
+        yield f"parallel.dispatch.method={method}: {needs[method]} needs several GPUs; all_to_all was used instead"
 
 
 def _of_micro_batches(moe: MoEConfig) -> list[str]:

@@ -151,7 +151,7 @@ class _ModuleRecorder:
 
     def _end(self, chunk: nn.Module, _: Any, output: Tensor | tuple[Tensor, ...]) -> None:
         rows, self._rows = self._rows, None
-        assert rows is not None, "a forward that has begun"
+        assert rows is not None, "a forward pass has begun"
         tokens = rows[-1]  # the last row of a sample is the one with a loss
         losses = output[0] if isinstance(output, tuple) else output  # the first of several outputs
         of_tokens = losses.shape[-2:] == tokens.t().shape  # a classifier has none
@@ -171,7 +171,7 @@ class _ModuleRecorder:
     def _add(self, what: str, x: object) -> None:
         """Records hidden states [S/cp, B, H], or [S/cp/tp, B, H] with sequence parallelism; ignores other tensors."""
         run, groups, rows = self._run, self._run.pg_collection, self._rows
-        assert rows is not None, "in a forward"
+        assert rows is not None, "in a forward pass"
         if what in self._recorded or not isinstance(x, Tensor):
             return
         for tokens in rows:

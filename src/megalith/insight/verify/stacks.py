@@ -70,7 +70,7 @@ def stacks_not_shown(config: RunConfig, small_runs: Sequence[tuple[Degrees, RunC
     missing = {row["pipeline"]: wanted - places_of_stacks(run) for row, run in small_runs if "pipeline" in row}
     for degree, places in sorted(missing.items()):
         if places:
-            yield f"pipeline {degree}: {', '.join(sorted(places))}, as in the recipe: too few stages for it"
+            yield f"pipeline {degree}: {', '.join(sorted(places))}, as in the recipe, needs more stages"
 
 
 def listed(large: Sequence[int], num_layers: int, num_stages: int) -> list[int]:

@@ -11,7 +11,7 @@ from megalith.observe.units import duration
 
 __all__ = ["as_text"]
 
-_HEAD = ("ranks", "layout", "dtype", "paths", "time", "furthest from one process", "error", "bound", "")
+_HEAD = ("ranks", "layout", "dtype", "paths", "time", "largest difference from one process", "error", "bound", "")
 
 
 def as_text(found: Verification) -> str:
@@ -20,12 +20,12 @@ def as_text(found: Verification) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     return "\n".join(
         [
-            f"the recipe  {name_of(found.layout)}",
-            f"made small  {found.small}",
+            f"recipe       {name_of(found.layout)}",
+            f"small model  {found.small}",
             "",
             *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
             "",
-            *(["not shown:", *(f"  {line}" for line in found.uncovered), ""] if found.uncovered else []),
+            *(["not covered:", *(f"  {line}" for line in found.uncovered), ""] if found.uncovered else []),
             *_verdict(found),
         ]
     )
@@ -34,7 +34,7 @@ def as_text(found: Verification) -> str:
 def _row(result: Result) -> tuple[str, ...]:
     case = result.case
     paths = case.paths if case.paths == "reference" else ", ".join(sorted(result.taken)) or case.paths
-    what = "did not come to its end" if result.worst is None else _said(result.worst)
+    what = "did not finish" if result.worst is None else _said(result.worst)
     return (
         str(num_ranks(case.degrees)),
         name_of(case.degrees),
@@ -51,17 +51,17 @@ def _row(result: Result) -> tuple[str, ...]:
 def _verdict(found: Verification) -> Iterator[str]:
     fault = found.fault
     if fault is None:
-        compared = "loss, every gradient, norm, and weights after two steps"
-        yield f"the same numbers in all {len(found.results)} runs: {compared}"
+        compared = "loss, every gradient, gradient norm, and weights after two steps"
+        yield f"all {len(found.results)} runs match: {compared}"
         return
     case, num_wrong = fault.case, sum(not result.same for result in found.results)
-    yield f"{num_wrong} of {len(found.results)} runs are wrong; the smallest layout that is: {name_of(case.degrees)}"
+    yield f"{num_wrong} of {len(found.results)} runs are wrong; smallest failing layout: {name_of(case.degrees)}"
     if fault.failure is not None:
-        yield f"there, in {case.dtype}, {fault.failure}"
+        yield f"in {case.dtype}: {fault.failure}"
     elif fault.first is not None:
         key, error = fault.first
         allowed = f"{BOUNDS[case.dtype].error:.0e} is allowed"
-        yield f"there, in {case.dtype}, what differs first is {_said(key)}: by {error:.1e}, where {allowed}"
+        yield f"first difference, in {case.dtype}: {_said(key)}, by {error:.1e}; {allowed}"
 
 
 def _said(key: Key) -> str:

@@ -50,8 +50,8 @@ _OF_RANKS = {
 _IN_WORDS: dict[Paths, str] = {
     "reference": "plain torch",
     "blocked": "plain torch in blocks",
-    "own": "the paths of a run on this machine",
-    "triton": "Triton's kernels",
+    "own": "the default paths on this machine",
+    "triton": "Triton kernels",
 }
 
 
@@ -89,7 +89,7 @@ def verify(
     config = load_run(source, overrides)
     uncovered = []
     if world_size is None and config.parallel.shard == -1:
-        uncovered.append("parallel.shard=-1 takes what is left of the ranks, which --world tells; here nothing is left")
+        uncovered.append("parallel.shard=-1 takes the remaining ranks of --world; without --world, none remain")
     world_size = world_size or _ranks_needed(config)
     config = load_run(source, overrides, world_size=world_size)
     layout = config.parallel.layout(world_size)
@@ -103,7 +103,7 @@ def verify(
         results = list(_run(proof, list(cases(rows)), progress))
         wrong = next((result for result in results if not result.same), None)
         if wrong is not None:
-            progress("looking for the smallest layout that is wrong")
+            progress("searching for the smallest failing layout")
             wrong = narrowed(proof, wrong)
     uncovered += [*_uncovered(config, missing_pairs(shown, rows), results), *experts_not_shown(config, rows)]
     runs = [(row, load_run(on_layout(small, config, row, "float64"), world_size=num_ranks(row))) for row in rows]
@@ -163,7 +163,7 @@ def _leave_out_idle_overrides_(small: Tree) -> list[str]:
     given = small["optim"]["overrides"]
     idle = [one for one in given if not matches(ParamGroupOverride.model_validate(one), named)]
     small["optim"]["overrides"] = [one for one in given if one not in idle]
-    return [f"optim.overrides, match={one['match']}: the small model has no such parameter" for one in idle]
+    return [f"optim.overrides, match={one['match']}: no parameter of the small model matches" for one in idle]
 
 
 def _ranks_needed(config: RunConfig) -> int:
@@ -189,13 +189,13 @@ def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Seq
     taken = {path for result in results for path in result.taken} | {"reference"}
     for path in get_args(Backend):
         if path not in taken:
-            yield f"the path {path}: {_why_not(path)}"
+            yield f"path {path}: {_why_not(path)}"
     if config.precision.dtype not in ("float64", "float32"):
-        yield f"precision.dtype={config.precision.dtype}: its rounding hides what differs; float32 and float64 were run"
+        yield f"precision.dtype={config.precision.dtype}: rounding would hide differences; float32 and float64 were run"
     if config.train.compile:
-        yield "train.compile=true: each rank compiles its layers by itself; they were run as they are"
+        yield "train.compile=true: each rank compiles its own layers; they were run in eager mode"
     if config.train.fused_linear_cross_entropy:
-        yield "train.fused_linear_cross_entropy=true: the few tokens of a small micro-batch are one chunk of its 4096"
+        yield "train.fused_linear_cross_entropy=true: a small micro-batch fits in one chunk of 4096 tokens"
 
 
 def _only_on_other_paths(results: Sequence[Result]) -> Iterator[str]:
@@ -206,12 +206,12 @@ def _only_on_other_paths(results: Sequence[Result]) -> Iterator[str]:
     for (dtype, paths), pairs in seen.items():
         if left_out := sorted(set().union(*seen.values()) - pairs):
             words = ", ".join(f"{one} with {other}" for one, other in left_out)
-            yield f"{dtype} on {_IN_WORDS[paths]}: {words}; float64 on plain torch has seen them"
+            yield f"{dtype} on {_IN_WORDS[paths]}: {words}; covered in float64 on plain torch"
 
 
 def _why_not(path: Backend) -> str:
     why = why_not_interpret() if path == "triton" else why_not_compile() if path == "compile" else None
-    return why or "no run has come to it"
+    return why or "no run used it"
 
 
 def _in_words(small: Tree) -> str:
@@ -219,6 +219,6 @@ def _in_words(small: Tree) -> str:
     batch = train.get("global_batch_size") or train["batch_size_schedule"]
     return (
         f"{model['num_layers']} layers, hidden size {model['hidden_size']}, {model['num_attention_heads']} heads in "
-        f"{model['num_query_groups']} groups, {model['vocab_size']} tokens in the vocabulary, {batch} samples of "
-        f"{small['data']['seq_length']} tokens in a step"
+        f"{model['num_query_groups']} groups, vocabulary size {model['vocab_size']}, {batch} samples of "
+        f"{small['data']['seq_length']} tokens per step"
     )
