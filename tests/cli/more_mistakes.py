@@ -203,7 +203,7 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
     "demo: --out of 300 characters": (lambda f: ["demo", "--out", f / LONG], "too long; choose a shorter name"),
     "report: --out that is empty": (lambda f: ["report", f, "--out", ""], r"--out \(\.\) must be the path of a file"),
-    "eval: --data that is empty": (lambda f: ["eval", f, "--data", ""], "--data is empty; name a dataset's PREFIX"),
+    "eval: --data that is empty": (lambda f: ["eval", f, "--data", ""], "--data is empty; give the PREFIX"),
     # data
     "a dataset of floats": (
         lambda f: train(f, f"data.train={rewritten_as_floats(f)}"),
@@ -244,7 +244,7 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
     "recipes: a name that is none": (lambda _: ["recipes", "show", "lama-4m"], "did you mean llama-4m"),
     "recipes: a file that is there": (
         lambda f: ["recipes", "copy", "llama-4m", text(f, "mine.yaml", b"")],
-        "nothing is overwritten",
+        "mine.yaml already exists and is not overwritten",
     ),
     "recipes: a file that would be taken for a recipe": (
         lambda f: ["recipes", "copy", "llama-4m", f / "mine"],

@@ -35,12 +35,12 @@ QUESTION = '{"context": "Once there", "choices": [" were", " ships"], "answer": 
 MISTAKES = {
     "questions and data": (
         lambda f: ["--choices", f / "q", "--data", f / "x"],
-        "--choices asks all questions of its file; leave --data and --samples out",
+        "--choices evaluates all questions in its file; leave out --data and --samples",
     ),
     "questions that are not there": (lambda f: ["--choices", f / "q"], "cannot be read from {folder}/q: No such file"),
     "a tokenizer and data": (
         lambda f: ["--tokenizer", f / "t.json", "--data", f / "x"],
-        "--tokenizer is for --choices: a dataset is of tokens already; leave it out",
+        "--tokenizer only applies to --choices, because a dataset is already tokenized; leave it out",
     ),
     "no samples": (lambda _: ["--samples", 0], "the number of samples must be 1 or more; got 0"),
     "a negative number of samples": (lambda _: ["--samples", -3], "got -3"),
@@ -93,7 +93,7 @@ def test_choices_are_answered_and_a_context_that_was_cut_is_told(run, tmp_path, 
         [line] = found.out.splitlines()
         assert line.startswith(f"{path}: accuracy ")
         assert line.endswith("% per token, of 3 questions (guessing 50.00%)")
-    assert "1 of 3 questions are longer than the 32 tokens that the model reads at once" in caplog.text
+    assert "1 of 3 questions exceed the model's context of 32 tokens and were truncated at the beginning" in caplog.text
 
 
 def test_one_line_says_that_experts_drop_tokens_among_choices(run, tmp_path, caplog, monkeypatch):

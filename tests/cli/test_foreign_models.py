@@ -120,7 +120,7 @@ def test_a_model_without_a_tokenizer_or_with_one_that_does_not_fit_is_one_messag
         (): "has no tokenizer.json; give --tokenizer PATH",
         ("--tokenizer", larger): f"must have ids below {ROWS}, the vocabulary size of the model in {folder}",
         ("--tokenizer", words, "--eod", "none"): "must have an end-of-document token, 'none'",
-        ("--eod", "</s>"): "--eod names a token of --tokenizer, which is not given",
+        ("--eod", "</s>"): "--eod names a token of --tokenizer, but --tokenizer is not given",
     }.items():
         for command in (("eval", folder, "--choices", asked), ("generate", folder, "--prompt", "w1")):
             found = here(*command, *arguments)

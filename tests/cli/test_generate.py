@@ -117,7 +117,8 @@ def test_waiting_for_a_prompt_is_announced_as_that(run, tmp_path, monkeypatch):
     with_standard_input(monkeypatch, b"Once")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert (
-        generate(run, "--prompt-file", "-", *DRAW).err == "type the prompt; it ends with Ctrl-D on a line of its own\n"
+        generate(run, "--prompt-file", "-", *DRAW).err
+        == "type the prompt, and end it with Ctrl-D on a line of its own\n"
     )
 
 

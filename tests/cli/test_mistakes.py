@@ -47,7 +47,7 @@ def test_a_working_folder_that_was_deleted_is_one_message(tmp_path, monkeypatch)
     found = here("data", "prepare", document, "--out", tmp_path / "p", "--vocab-size", 300)
     assert (found.code, found.err) == (
         2,
-        "error: the working folder does not exist any more; change to another one (cd)\n",
+        "error: the working directory no longer exists; change to another one (cd)\n",
     )
 
 

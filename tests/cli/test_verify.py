@@ -81,7 +81,7 @@ def test_all_paths_are_proven():
         ([], "error: give a recipe or a YAML file first"),
         (["llama-4m", "--world", 3, "parallel.tensor=2"], "parallel.tensor (2)"),
         (["llama-4m", "parallel.tensr=2"], "did you mean parallel.tensor?"),
-        (["llama-4m", "--world", 0], "--world must be at least 1, the number of ranks of the run; got 0"),
+        (["llama-4m", "--world", 0], "--world (the number of ranks) must be at least 1; got 0"),
     ],
 )
 def test_a_mistake_is_one_message(arguments, says):

@@ -268,7 +268,7 @@ def test_a_signal_before_there_are_ranks_ends_the_program_at_once(number, tmp_pa
     program.send_signal(number)
     found = program.ended(timeout=20)
     assert found.code == STOPPED
-    assert found.err == f"{number.name}: stopped before the ranks were started; the same command starts again\n"
+    assert found.err == f"{number.name}: stopped before the ranks were started; run the same command to start again\n"
 
 
 def test_a_server_that_is_killed_before_it_has_forked_a_rank_is_told_of_in_one_line(tmp_path):

@@ -18,7 +18,7 @@ __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True)
 
-Out = Annotated[Path, typer.Option(help="A new folder.", metavar="DIR")]
+Out = Annotated[Path, typer.Option(help="The folder to create; it must not exist yet.", metavar="DIR")]
 Run = Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
 NoProof = Annotated[bool, typer.Option("--no-proof", help="Do not compare logits with transformers.")]
 Scaling = Literal["exact", "published"]
@@ -28,21 +28,21 @@ _COMPARING = "comparing logits with transformers"
 
 @app.callback()
 def convert() -> None:
-    """Read models of Hugging Face and write them; make experts of a dense model."""
+    """Import and export Hugging Face models; upcycle a dense model to a mixture of experts."""
 
 
 @app.command("import")
 def import_command(
     source: Annotated[
-        str, typer.Argument(help="A model's folder of Hugging Face, or iter_... of Megatron.", metavar="FOLDER")
+        str, typer.Argument(help="A Hugging Face model folder, or an iter_... folder of Megatron.", metavar="FOLDER")
     ],
     out: Out,
     eod: Annotated[
-        str | None, typer.Option(help="Token of its tokenizer that ends a document, if config.json names another.")
+        str | None, typer.Option(help="Token of its tokenizer that ends a document, if not the one in config.json.")
     ] = None,
     no_proof: NoProof = False,
 ) -> None:
-    """Make a run at step 0 of a model of Hugging Face or Megatron: to generate, evaluate and train with."""
+    """Convert a Hugging Face or Megatron model to a run at step 0, to generate with, evaluate and train."""
     from megalith.observe.units import quantity
 
     with _progress(f"reading {source}") as progress:
@@ -64,16 +64,16 @@ def export_command(
     source: Run,
     out: Out,
     dtype: Annotated[
-        str | None, typer.Option(help="Of the tensors; by default the one that the run computed in.")
+        str | None, typer.Option(help="Dtype of the tensors; by default the compute dtype of the run.")
     ] = None,
     no_proof: NoProof = False,
 ) -> None:
-    """Make a folder that transformers loads, of a run or a checkpoint that any layout wrote."""
+    """Export a run or checkpoint, written in any layout, to a folder that transformers can load."""
     with _progress(f"reading {source}") as progress:
         from megalith.training.tasks.conversion import export_model
 
         found = export_model(source, out, dtype, with_proof=not no_proof, progress=progress)
-    why = "" if dtype else ", which the run computed in; --dtype for another"
+    why = "" if dtype else ", the compute dtype of the run; use --dtype for another"
     left_out = "".join(f"left out   {part}\n" for part in found.left_out)
     show_text(
         f"model      {found.family.architecture} of {found.checkpoint}, in {found.dtype}{why}\n"
@@ -85,23 +85,24 @@ def export_command(
 @app.command("upcycle")
 def upcycle_command(
     source: Annotated[
-        str, typer.Argument(help="A dense model: a run, a checkpoint, or a folder of Hugging Face.", metavar="SRC")
+        str, typer.Argument(help="A dense model: a run, a checkpoint, or a Hugging Face model folder.", metavar="SRC")
     ],
     overrides: Annotated[
         list[str],
         typer.Argument(
-            help="The experts: model.moe.num_experts=8 model.moe.ffn_hidden_size=352 ...", metavar="KEY=VALUE..."
+            help="Settings of the experts: model.moe.num_experts=8 model.moe.ffn_hidden_size=352 ...",
+            metavar="KEY=VALUE...",
         ),
     ],
     out: Out,
     scaling: Annotated[
-        Scaling, typer.Option(help="exact: the dense function for every activation; or as published.")
+        Scaling, typer.Option(help="exact: equals the dense model for every activation; published: as in the paper.")
     ] = "exact",
     noise: Annotated[
-        float, typer.Option(help="[ratio] On the weights of experts, so that copies differ, to their deviation.")
+        float, typer.Option(help="[ratio] Noise on expert weights, so that copies differ, as a fraction of their std.")
     ] = 0.0,
 ) -> None:
-    """Make a run at step 0 of a dense model: a mixture of experts cut from its MLPs, to train."""
+    """Convert a dense model to a run at step 0 with a mixture of experts made from its MLPs, to train."""
     from megalith.observe.units import quantity
 
     with _progress(f"reading {source}", _WRITING) as progress:
@@ -113,7 +114,7 @@ def upcycle_command(
     reasons = "".join(f"not exact  {reason}\n" for reason in found.inexact_for)
     show_text(
         f"model      {quantity(found.num_parameters)} parameters; new ones in {found.dtype}\n"
-        f"experts    {moe.num_experts} a layer, {moe.top_k} for each token: {moe.num_experts // num_shards} copies of "
+        f"experts    {moe.num_experts} per layer, {moe.top_k} per token: {moe.num_experts // num_shards} copies of "
         f"{num_shards} shards of an MLP\n"
         f"{reasons}{_tokenizer_line(found.tokenizer)}"
         f"next: megalith train {out} data.train=PREFIX, or megalith train RECIPE --from {out} run=..."
@@ -123,9 +124,9 @@ def upcycle_command(
 @app.command("prove")
 def prove_command(
     source: Run,
-    folder: Annotated[str, typer.Argument(help="A model's folder of Hugging Face.", metavar="HF_FOLDER")],
+    folder: Annotated[str, typer.Argument(help="A Hugging Face model folder.", metavar="HF_FOLDER")],
 ) -> None:
-    """Compare the logits of a run with those of a model of Hugging Face, which transformers computes."""
+    """Compare the logits of a run with those that transformers computes for a Hugging Face model."""
     with Announcer() as announcer:
         announcer.begin(_COMPARING)
         from megalith.training.tasks.conversion import prove
@@ -160,11 +161,11 @@ def _progress(reading: str, then: str = _COMPARING) -> Iterator[Callable[[int, i
 
 def _tokenizer_line(tokenizer: "Tokenizer | None") -> str:
     if tokenizer is None:
-        return "tokenizer  there is no tokenizer.json, and none travels along\n"
+        return "tokenizer  no tokenizer.json was found, so none was written\n"
     return f"tokenizer  {tokenizer.vocab_size:,} entries; {tokenizer.eod_text!r} ends a document\n"
 
 
 def _proof_line(proof: "LogitProof | str | None") -> str:
     if proof is None:
         return ""
-    return f"proof      not made: {proof}\n" if isinstance(proof, str) else f"proof      {proof}\n"
+    return f"proof      skipped: {proof}\n" if isinstance(proof, str) else f"proof      {proof}\n"

@@ -24,8 +24,8 @@ app.command("label")(label)
 Files = Annotated[
     list[Path],
     typer.Argument(
-        help="Text to learn from: .jsonl and .parquet (a document a line or row), any other text file (one document), "
-        "each also with .gz but parquet, or a folder of source files (one document each).",
+        help="Text to train on: .jsonl or .parquet (one document per line or row), any other text file (one document), "
+        "all but .parquet also as .gz, or a folder of source files (one document each).",
         metavar="FILES",
     ),
 ]
@@ -33,42 +33,40 @@ Files = Annotated[
 
 @app.callback()
 def data() -> None:
-    """Make datasets from text, and look into them."""
+    """Make datasets from text, and inspect them."""
 
 
 @app.command()
 def prepare(
     files: Files,
     out: Annotated[Path, typer.Option(help="Prefix of the files to write: PREFIX.bin, .idx, .json.", metavar="PREFIX")],
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json of Hugging Face tokenizers.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Path of a tokenizer.json of Hugging Face tokenizers.")] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Train a byte-level BPE tokenizer of so many entries instead.", metavar="N")
+        int | None, typer.Option(help="Train a byte-level BPE tokenizer with this many entries instead.", metavar="N")
     ] = None,
     valid: Annotated[
-        float, typer.Option(help="Share of the documents to hold out into PREFIX-valid.", metavar="FRACTION")
+        float, typer.Option(help="Fraction of the documents to hold out, as PREFIX-valid.", metavar="FRACTION")
     ] = 0.0,
-    key: Annotated[str, typer.Option(help="Where .jsonl and .parquet have their text.")] = "text",
-    eod: Annotated[
-        str | None, typer.Option(help="Token that ends a document, if the tokenizer has none of the usual names.")
-    ] = None,
+    key: Annotated[str, typer.Option(help="Key or column that holds the text in .jsonl and .parquet.")] = "text",
+    eod: Annotated[str | None, typer.Option(help="Token that ends a document, if it has an unusual name.")] = None,
     split_sentences: Annotated[
-        bool, typer.Option("--split-sentences", help="Keep where sentences and lines end, as BERT and T5 need.")
+        bool, typer.Option("--split-sentences", help="Record where sentences and lines end; needed by BERT and T5.")
     ] = False,
     no_bos: Annotated[
-        bool, typer.Option("--no-bos", help="Leave out the token that the tokenizer puts in front of a text.")
+        bool, typer.Option("--no-bos", help="Do not begin documents with the tokenizer's BOS token.")
     ] = False,
     special_tokens: Annotated[
         list[str] | None,
         typer.Option(help="With --vocab-size: special tokens for bert, t5 or fim; may be repeated.", metavar="KIND"),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="How many encode; by default one for every core.", metavar="N")
+        int | None, typer.Option(min=1, help="Number of processes that encode; by default one per core.", metavar="N")
     ] = None,
 ) -> None:
     """Tokenize text into a dataset.
 
-    The same command goes on with one that was stopped, and the result is the same to the byte; it is the same for any
-    number of processes too.
+    Run the same command again to continue after an interruption. The result is identical to the byte, also for any
+    number of processes.
     """
     from megalith.data.prepare import prepare as prepare_dataset
 
@@ -116,7 +114,7 @@ def _num_cores() -> int:
 
 def _describe(summary: "PrepareSummary", out: Path) -> str:
     """Describes the dataset, and the command to run next."""
-    lines = ["nothing to do: this command has run before, and its files are here" if summary.was_done else "done"]
+    lines = ["nothing to do: this command has already been run, and its files exist" if summary.was_done else "done"]
     for name, part in (("training", summary.train), ("held out", summary.valid)):
         if part is not None:
             empty = f", {part.num_empty_documents:,} of them empty" if part.num_empty_documents else ""

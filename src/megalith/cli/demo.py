@@ -9,9 +9,9 @@ __all__ = ["demo"]
 
 
 def demo(
-    out: Annotated[Path | None, typer.Option(help="A new folder for everything; by default runs/demo.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to create for all files; by default runs/demo.")] = None,
 ) -> None:
-    """Train a small model on real text, change its layout on the way, and show how it went. Takes minutes."""
+    """Train a small model on real text, change its layout midway, and show the results. Takes minutes."""
     from megalith.cli.console import Console
     from megalith.errors import ConfigError
     from megalith.insight.demo import run_demo
@@ -21,7 +21,7 @@ def demo(
         with explained("write", out):
             exists = out.exists()
         if exists:
-            raise ConfigError(f"{out} exists, and a demo would mix with what is in it; choose a new folder")
+            raise ConfigError(f"{out} already exists, and the demo would mix its files with yours; choose a new folder")
     run_demo(out or _free_folder(Path("runs/demo")), Console().show)
 
 

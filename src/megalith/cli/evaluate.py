@@ -19,31 +19,31 @@ def evaluate(
     source: Annotated[
         str,
         typer.Argument(
-            help="A run's folder, or one of its checkpoints; for --choices also a folder of Hugging Face or Megatron.",
+            help="A run's folder, or one of its checkpoints; with --choices also a Hugging Face or Megatron folder.",
             metavar="MODEL",
         ),
     ],
     data: Annotated[str | None, typer.Option(help="Prefix of the dataset; by default the run's data.valid.")] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Evaluate on so many samples, evenly spread; by default on all.")
+        int | None, typer.Option(help="Evaluate on this many samples, evenly spaced; by default on all.")
     ] = None,
     choices: Annotated[
         str | None,
         typer.Option(
-            help='In place of a loss, accuracy on questions: {"context": ..., "choices": [...], "answer": index}, '
-            "one a line.",
+            help='Measure accuracy on questions instead of loss: {"context": ..., "choices": [...], "answer": index}, '
+            "one per line.",
             metavar="FILE.jsonl",
         ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="With --choices: its tokenizer.json, for a model that has none.", metavar="PATH"),
+        typer.Option(help="With --choices: path of a tokenizer.json, for a model without one.", metavar="PATH"),
     ] = None,
     eod: Annotated[
-        str | None, typer.Option(help="Token of --tokenizer that ends a document, if it has none of the usual names.")
+        str | None, typer.Option(help="Token of --tokenizer that ends a document, if it has an unusual name.")
     ] = None,
 ) -> None:
-    """Measure held-out loss, or accuracy, in one process, whatever layout wrote the checkpoint."""
+    """Measure held-out loss or accuracy, in one process, for a checkpoint written in any layout."""
     _check(data, samples, choices, tokenizer, eod)
     console = Console(sys.stderr)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
@@ -75,13 +75,13 @@ def _check(data: str | None, samples: int | None, choices: str | None, tokenizer
     from megalith.errors import ConfigError
 
     if data == "":
-        raise ConfigError("--data is empty; name a dataset's PREFIX, or leave it out for the run's data.valid")
+        raise ConfigError("--data is empty; give the PREFIX of a dataset, or leave it out to use the run's data.valid")
     if choices is not None and (data is not None or samples is not None):
-        raise ConfigError("--choices asks all questions of its file; leave --data and --samples out")
+        raise ConfigError("--choices evaluates all questions in its file; leave out --data and --samples")
     if choices is None and tokenizer is not None:
-        raise ConfigError("--tokenizer is for --choices: a dataset is of tokens already; leave it out")
+        raise ConfigError("--tokenizer only applies to --choices, because a dataset is already tokenized; leave it out")
     if eod is not None and tokenizer is None:
-        raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
+        raise ConfigError("--eod names a token of --tokenizer, but --tokenizer is not given; leave --eod out")
 
 
 def _losses(source: str, data: str | None, samples: int | None, progress: Callable[[int, int], None]) -> list[str]:
@@ -109,7 +109,7 @@ def _confusion(means: Mapping[str, float], names: Sequence[str]) -> list[str]:
     classes = dict.fromkeys(label for label, _ in shares)
     shown = {label: label for label in classes} | {str(number): f"{number} {name}" for number, name in enumerate(names)}
     width = 1 + max(map(len, ["class  ", *shown.values()]))
-    head = f"{'class':<{width}}{''.join(f'{label:>6}' for label in classes)}   taken for"
+    head = f"{'class':<{width}}{''.join(f'{label:>6}' for label in classes)}   predicted as"
     rows = (
         f"{shown[label]:<{width}}{''.join(f'{shares[label, taken]:>6.0%}' for taken in classes)}" for label in classes
     )
@@ -130,7 +130,7 @@ def _answers(
     found = answer_questions(scorer, questions, progress)
     if found.num_cut:
         log.warning(
-            "%d of %d questions are longer than the %d tokens that the model reads at once: they lost their beginnings",
+            "%d of %d questions exceed the model's context of %d tokens and were truncated at the beginning",
             found.num_cut,
             found.num_questions,
             scorer.longest,

@@ -21,46 +21,46 @@ def generate(
     source: Annotated[
         str,
         typer.Argument(
-            help="A run's folder, one of its checkpoints, or a folder of Hugging Face or Megatron.", metavar="MODEL"
+            help="A run's folder, one of its checkpoints, or a Hugging Face or Megatron folder.", metavar="MODEL"
         ),
     ],
-    prompt: Annotated[str | None, typer.Option(help="The text to go on from; a T5 answers it.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue; a T5 answers it.")] = None,
     prompt_file: Annotated[
-        str | None, typer.Option(help="A file with that text, as it stands; - for standard input.", metavar="PATH")
+        str | None, typer.Option(help="File whose whole text is the prompt; - for standard input.", metavar="PATH")
     ] = None,
     prompts_file: Annotated[
         str | None,
         typer.Option(
-            help="A file with a prompt in each line, drawn as one batch; - for standard input.", metavar="PATH"
+            help="File with one prompt per line, generated as one batch; - for standard input.", metavar="PATH"
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add, at most.")] = 128,
-    samples: Annotated[int, typer.Option(help="Texts to draw from a prompt, each with the next seed, in a batch.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token; 1: the model's own odds.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens that add up to p.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
+    samples: Annotated[int, typer.Option(help="Samples per prompt, in one batch, each with the next seed.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0: greedy; 1: the model's own probabilities.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most likely tokens whose probabilities add up to p.")
+    ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Draw among tokens at least p times as likely as the likeliest.")
+        float | None, typer.Option(help="Sample from tokens at least p times as likely as the most likely one.")
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: makes tokens that the text has less likely.")
+        float | None, typer.Option(help="Above 1: makes tokens that are already in the text less likely.")
     ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End a text before this string; may be given several times.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")] = 0,
     special_tokens: Annotated[
         bool,
-        typer.Option("--special-tokens", help="Read special tokens that a prompt spells, as templates of chats need."),
+        typer.Option("--special-tokens", help="Parse special tokens in the prompt, as chat templates need."),
     ] = False,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Its tokenizer.json, for a model that has none.", metavar="PATH")
+        Path | None, typer.Option(help="Path of a tokenizer.json, for a model without one.", metavar="PATH")
     ] = None,
     eod: Annotated[
-        str | None, typer.Option(help="Token of --tokenizer that ends a document, if it has none of the usual names.")
+        str | None, typer.Option(help="Token of --tokenizer that ends a document, if it has an unusual name.")
     ] = None,
 ) -> None:
-    """Sample text, in one process, whatever layout wrote the checkpoint. It is shown as it is drawn."""
+    """Generate text, in one process, from a checkpoint written in any layout. Text is printed as it is sampled."""
     _check_eod(eod, tokenizer)
     with Announcer() as announcer:
         announcer.begin(f"loading {source}")
@@ -123,7 +123,7 @@ def _check_eod(eod: str | None, tokenizer: Path | None) -> None:
     from megalith.errors import ConfigError
 
     if eod is not None and tokenizer is None:
-        raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
+        raise ConfigError("--eod names a token of --tokenizer, but --tokenizer is not given; leave --eod out")
 
 
 def _check(max_new_tokens: int, stop: Sequence[str], samples: int, seed: int) -> None:
@@ -156,7 +156,7 @@ def _prompts(
     path = prompts_file or prompt_file or ""
     if path == "-" and sys.stdin.isatty():
         announcer.end()
-        say("type the prompt; it ends with Ctrl-D on a line of its own")
+        say("type the prompt, and end it with Ctrl-D on a line of its own")
     else:
         announcer.begin(f"reading the prompt from {'standard input' if path == '-' else path}")
     read = [read_prompt(path, sys.stdin.buffer)] if prompts_file is None else read_prompts(path, sys.stdin.buffer)

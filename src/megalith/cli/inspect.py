@@ -17,13 +17,15 @@ _BAR = 30  # characters in the bar of the most frequent token
 
 def inspect(
     prefix: Annotated[str, typer.Argument(help="Prefix of the dataset: PREFIX.bin and .idx.", metavar="PREFIX")],
-    documents: Annotated[int, typer.Option(help="Documents to show, from the first on.", metavar="N")] = 3,
-    top: Annotated[int, typer.Option(help="Tokens to show, the most frequent.", metavar="N")] = 15,
+    documents: Annotated[
+        int, typer.Option(help="Number of documents to show, starting with the first.", metavar="N")
+    ] = 3,
+    top: Annotated[int, typer.Option(help="Number of most frequent tokens to show.", metavar="N")] = 15,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Its tokenizer.json, if the dataset does not name it.", metavar="PATH")
+        Path | None, typer.Option(help="Path of its tokenizer.json, if the dataset does not name it.", metavar="PATH")
     ] = None,
 ) -> None:
-    """Show counts, the first documents as text, and which tokens occur how often."""
+    """Show counts, the first documents as text, and the most frequent tokens."""
     from megalith.data.inspection import inspect_dataset
     from megalith.errors import ConfigError
 

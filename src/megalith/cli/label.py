@@ -16,18 +16,16 @@ def label(
         Path,
         typer.Option(help="Prefix of the files to write: PREFIX.bin, .idx, .json, -classes.json.", metavar="PREFIX"),
     ],
-    tokenizer: Annotated[Path, typer.Option(help="The tokenizer.json of the model that is to learn.", metavar="PATH")],
+    tokenizer: Annotated[Path, typer.Option(help="Path of the tokenizer.json of the model to train.", metavar="PATH")],
     valid: Annotated[
-        Path | None, typer.Option(help="Held-out texts of the same classes, for PREFIX-valid.", metavar="FILE")
+        Path | None, typer.Option(help="Held-out texts with the same classes, for PREFIX-valid.", metavar="FILE")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Cut texts after so many tokens; by default none is cut.", metavar="N")
+        int | None, typer.Option(help="Truncate texts to this many tokens; by default none are truncated.", metavar="N")
     ] = None,
-    eod: Annotated[
-        str | None, typer.Option(help="Token that ends a document, if the tokenizer has none of the usual names.")
-    ] = None,
+    eod: Annotated[str | None, typer.Option(help="Token that ends a document, if it has an unusual name.")] = None,
 ) -> None:
-    """Tokenize texts with a class each."""
+    """Tokenize texts that are each labelled with a class."""
     from megalith.data.labelled import prepare_labelled, read_labelled
 
     if valid is not None:  # check it before anything is written

@@ -48,10 +48,10 @@ app.command("verify")(verify.verify)
 @app.callback()
 def megalith(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version, and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train transformer models that do not fit one device: the same numbers in every layout."""
+    """Train transformer models that do not fit on one device, with the same numbers in every layout."""
 
 
 def main() -> NoReturn:
@@ -100,7 +100,7 @@ def _require_working_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise ConfigError("the working folder does not exist any more; change to another one (cd)") from error
+        raise ConfigError("the working directory no longer exists; change to another one (cd)") from error
 
 
 def _fail(failure: Failure) -> int:

@@ -23,12 +23,12 @@ Name = Annotated[str, typer.Argument(help="A recipe's name.", metavar="NAME", au
 
 @app.callback()
 def recipes() -> None:
-    """List, show or copy the runs that come with the package."""
+    """List, show or copy the recipes that come with the package."""
 
 
 @app.command("list")
 def list_recipes() -> None:
-    """Name every recipe, and say what it is for."""
+    """List every recipe and its purpose."""
     width = max(map(len, recipe_names()))
     for name in recipe_names():
         show_text(f"{name:<{width}}  {recipe_purpose(name)}")
@@ -47,7 +47,7 @@ def copy(
         Path | None, typer.Argument(help="The file to write, or its folder; by default NAME.yaml.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Write a recipe into a file of your own, to change it."""
+    """Copy a recipe to a file of your own, to edit it."""
     from megalith.errors import ConfigError
     from megalith.storage import explained
 
@@ -57,10 +57,10 @@ def copy(
         if path.is_dir():
             path = path / f"{name}.yaml"
         if path.suffix not in (".yaml", ".yml"):
-            raise ConfigError(f"{path} must end in .yaml, or `megalith train` would look for a recipe of that name")
+            raise ConfigError(f"{path} must end in .yaml; otherwise `megalith train` looks for a recipe of that name")
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError as error:
-            raise ConfigError(f"{path} exists, and nothing is overwritten; choose another name") from error
-    show_text(f"{path}: change it, then run: megalith train {path} data.train=PREFIX")
+            raise ConfigError(f"{path} already exists and is not overwritten; choose another name") from error
+    show_text(f"{path}: edit it, then run: megalith train {path} data.train=PREFIX")

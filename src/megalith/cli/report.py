@@ -14,7 +14,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or still training.", metavar="RUN")],
     out: Annotated[Path | None, typer.Option(help="The file to write; by default RUN/report.html.")] = None,
 ) -> None:
-    """Draw report.html from what a run has recorded so far."""
+    """Write report.html from what a run has recorded so far."""
     from megalith.errors import ConfigError
     from megalith.insight.report import write_report
 

@@ -45,7 +45,7 @@ def _complete_override(incomplete: str) -> list[tuple[str, str]]:
 Source = Annotated[
     str | None,
     typer.Argument(
-        help="A recipe's name, a YAML file, or the folder of a run to go on with; left out, the recipes are listed.",
+        help="A recipe name, a YAML file, or the folder of a run to continue; if omitted, the recipes are listed.",
         metavar="RECIPE",
         autocompletion=_complete_source,
     ),
@@ -53,7 +53,7 @@ Source = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Settings over it, such as optim.lr=3e-4 parallel.tensor=2.",
+        help="Settings to override, such as optim.lr=3e-4 parallel.tensor=2.",
         metavar="[KEY=VALUE]...",
         autocompletion=_complete_override,
     ),
@@ -63,20 +63,20 @@ Overrides = Annotated[
 def train(
     source: Source = None,
     overrides: Overrides = None,
-    nproc: Annotated[int, typer.Option(help="Ranks to start on this machine; torchrun starts them on several.")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and end.")] = False,
+    nproc: Annotated[int, typer.Option(help="Ranks to start on this machine; for several machines, use torchrun.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and exit.")] = False,
     origin: Annotated[
         str | None,
         typer.Option(
             "--from",
-            help="Start from this model: a folder of Hugging Face, a run, or a checkpoint; RECIPE may be left out.",
+            help="Start from this model: a Hugging Face folder, a run, or a checkpoint; RECIPE may be omitted.",
             metavar="FOLDER",
         ),
     ] = None,
 ) -> None:
-    """Pretrain a model, or go on with a run.
+    """Pretrain a model, or continue a run.
 
-    The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
+    The same command continues a run that was stopped: exit code 75 means that it was stopped and its state is saved.
     """
     if origin is not None and source is not None and "=" in source:
         overrides = [source, *(overrides or [])]
@@ -150,7 +150,7 @@ def _nothing_to_save() -> Iterator[None]:
     """Inside the ``with`` block a signal ends the program at once, with the exit code that asks for a restart."""
 
     def stop(number: signal.Signals) -> None:
-        say(f"{number.name}: stopped before the ranks were started; the same command starts again")
+        say(f"{number.name}: stopped before the ranks were started; run the same command to start again")
         raise SystemExit(SAVED)  # not an Exception, so no error handler catches it
 
     with handled(REQUESTS, stop):

@@ -16,18 +16,18 @@ __all__ = ["verify"]
 def verify(
     source: Source = None,
     overrides: Overrides = None,
-    world: Annotated[int | None, typer.Option(help="Ranks of the run; by default as few as its layout needs.")] = None,
+    world: Annotated[int | None, typer.Option(help="Number of ranks; by default as few as the layout needs.")] = None,
 ) -> None:
-    """Prove that a recipe computes in its layout what one process does. Takes minutes, and no data.
+    """Prove that a recipe computes the same in its layout as in one process. Takes minutes; needs no data.
 
-    The recipe is made small and run on local CPU ranks in as many layouts as show every pair of its axes. Exit code 1:
-    some numbers differ, and the first module that does is named.
+    The recipe is made small and run on local CPU ranks in enough layouts to cover every pair of its axes. Exit code 1
+    means that some numbers differ; the first module that differs is named.
     """
     source = require_source(source)  # before torch is imported
     from megalith.errors import ConfigError
 
     if world is not None and world < 1:
-        raise ConfigError(f"--world must be at least 1, the number of ranks of the run; got {world}")
+        raise ConfigError(f"--world (the number of ranks) must be at least 1; got {world}")
     from megalith.insight.verify.table import as_text
     from megalith.insight.verify.verification import verify as verify_recipe
 

@@ -229,10 +229,10 @@ def test_where_no_proof_can_be_made_a_line_says_why_and_how(name, value, tmp_pat
     write_folder(tmp_path / "source", "llama")
     if value is None:
         monkeypatch.setitem(sys.modules, "transformers", None)
-        says = r"proof      not made: .*pip install 'megalith\[hf\]'; then: megalith convert prove"
+        says = r"proof      skipped: .*pip install 'megalith\[hf\]'; then: megalith convert prove"
     else:
         monkeypatch.setattr(f"megalith.training.tasks.conversion.logit_proof.{name}", value)
-        says = r"proof      not made: it takes .*B of memory, of which 1\.00kB are free"
+        says = r"proof      skipped: it takes .*B of memory, of which 1\.00kB are free"
     found = here("convert", "import", tmp_path / "source", "--out", tmp_path / "run")
     assert found.code == 0, found
     assert re.search(says, found.out), found.out

@@ -121,7 +121,7 @@ def test_a_folder_of_hugging_face_is_upcycled_by_the_command_and_keeps_its_dtype
     assert (found.code, found.err) == (0, ""), found
     for line in (
         "parameters; new ones in bfloat16\n",
-        "experts    8 a layer, 2 for each token: 4 copies of 2 shards of an MLP\n",
+        "experts    8 per layer, 2 per token: 4 copies of 2 shards of an MLP\n",
         "tokenizer  270 entries; '<|endoftext|>' ends a document\n",
     ):
         assert line in found.out, found.out
