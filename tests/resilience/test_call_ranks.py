@@ -60,7 +60,7 @@ def test_results_come_in_the_order_of_ranks_and_the_caller_has_no_process_group(
         ("raise", r"rank 1 failed:\nTraceback(.|\n)*KeyError: 'nobody foresaw it'"),
         ("refuse", r"error: rank 1: the data are gone"),
         ("die", r"rank 1 was killed by SIGKILL \(9\)"),
-        ("crash", r"killed by SIGSEGV \(11\)\nrank 1 printed last:\nabout to crash\n(.|\n)*in fail_on_rank_1"),
+        ("crash", r"killed by SIGSEGV \(11\)\nlast output of rank 1:\nabout to crash\n(.|\n)*in fail_on_rank_1"),
         ("hang", r"no step in 1 s since step 3: .*rank 1 is at resilience/call_ranks.py"),
     ],
 )

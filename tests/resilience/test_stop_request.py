@@ -110,7 +110,7 @@ def test_one_request_that_arrives_as_several_signals_is_announced_once():
     with StopRequest(told.append) as stop:
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             os.kill(os.getpid(), number)
-    assert told == ["SIGINT: saving at the next step boundary, once more quits now"]
+    assert told == ["SIGINT: saving at the next step boundary; signal again to quit now"]
     assert stop.reason == "SIGINT"
 
 

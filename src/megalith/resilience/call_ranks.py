@@ -69,7 +69,7 @@ def _last_words(ended: Sequence[Ended], logs: Sequence[Path]) -> Iterator[str]:
         # a rank that dies while starting has no log
         if one.code and one.failure is None and log.exists():
             printed = log.read_text(errors="replace").splitlines()[-_NUM_LAST_LINES:]
-            yield from ([f"rank {one.rank} printed last:", *printed] if printed else [])
+            yield from ([f"last output of rank {one.rank}:", *printed] if printed else [])
 
 
 def _drop(line: str) -> None:

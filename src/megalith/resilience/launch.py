@@ -66,7 +66,7 @@ def launch(
             verdict = SERVER_DIED
         else:
             verdict = watch.until_the_end()
-    way_on = f"{goes_on()} (what each rank printed: {logs})" if verdict.goes_on else ""
+    way_on = f"{goes_on()} (output of each rank: {logs})" if verdict.goes_on else ""
     if verdict.message or way_on:
         joint = "\n" if "\n" in verdict.message else "; "
         say(joint.join(filter(None, (verdict.message, way_on))))

@@ -116,7 +116,10 @@ def _place() -> Place:
     """Returns where this rank is, and writes the whole stack to its log."""
     stack = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     with suppress(OSError):
-        os.write(2, f"asked where it is, this rank is at:\n{''.join(traceback.format_list(stack))}".encode())
+        os.write(
+            2,
+            f"asked by the supervisor where it is, this rank is at:\n{''.join(traceback.format_list(stack))}".encode(),
+        )
     waits = bool(stack) and _is_in("torch", "distributed", stack[-1].filename)
     ours = next((line for line in reversed(stack) if _is_in("megalith", line.filename)), None)
     where = "" if ours is None else f"{Path(ours.filename).parent.name}/{Path(ours.filename).name}:{ours.lineno}"

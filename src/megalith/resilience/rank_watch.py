@@ -249,5 +249,5 @@ class Watch:
 
 
 def _where(rank: Rank) -> str:
-    place = "does not answer" if rank.place is None else f"is at {rank.place.line or 'no line of Megalith'}"
+    place = "does not answer" if rank.place is None else f"is at {rank.place.line or 'a line outside of Megalith'}"
     return f"rank {rank.number} {place}"

@@ -15,7 +15,7 @@ from megalith.resilience.stop_signals import FORWARDED, REQUESTS, Requests, hand
 
 __all__ = ["SAVING", "TIME_LIMIT", "StopRequest"]
 
-SAVING = "saving at the next step boundary, once more quits now"
+SAVING = "saving at the next step boundary; signal again to quit now"
 TIME_LIMIT = "the time limit"
 
 
