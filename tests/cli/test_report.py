@@ -38,8 +38,8 @@ def append_an_integer_of_400_digits(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "a run's folder holds metrics.jsonl"),
-        (lambda folder: folder.mkdir(), "a run's folder holds metrics.jsonl"),
+        (lambda folder: None, "has no metrics.jsonl, so it is not the folder of a run"),
+        (lambda folder: folder.mkdir(), "has no metrics.jsonl, so it is not the folder of a run"),
         (lambda folder: write_run(folder, steps=4) and (folder / "about.json").write_text("{"), "must be JSON"),
         (lambda folder: write_run(folder, steps=4) and (folder / "report.html").mkdir(), "cannot write"),
         (lambda folder: append_an_integer_of_400_digits(write_run(folder, steps=4)), 'line 4 is b\'{"step": 5, "loss"'),

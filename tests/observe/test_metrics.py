@@ -130,5 +130,5 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
 
 
 def test_a_folder_without_metrics_says_what_was_wanted(tmp_path):
-    with pytest.raises(DataError, match=r"holds metrics\.jsonl; .* does not; name the folder"):
+    with pytest.raises(DataError, match=r"has no metrics\.jsonl, so it is not the folder of a run; give the folder"):
         read_metrics(tmp_path)

@@ -155,7 +155,7 @@ def test_a_reset_forgets_what_the_device_has_not_passed():
 
 
 def test_a_name_that_would_look_like_a_path_is_refused():
-    with pytest.raises(AssertionError, match="'a/b' cannot be one name"):
+    with pytest.raises(AssertionError, match="a span cannot be named 'a/b'"):
         Timers()("a/b")
 
 

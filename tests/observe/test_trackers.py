@@ -174,7 +174,7 @@ def test_one_that_fails_is_given_up_with_one_warning_and_the_others_go_on(tmp_pa
     write(tmp_path, ["tensorboard", "mlflow"], *STEPS)
     assert sound.logged == 2
     [warning] = caplog.messages
-    assert warning.startswith("tensorboard gets no more of this run, which goes on: OSError: ")
+    assert warning.startswith("tensorboard is disabled for the rest of this run, which continues: OSError: ")
     assert "No space left" in warning
 
 

@@ -205,7 +205,7 @@ def test_a_side_product_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     (tmp_path / "run" / "tensorboard").write_text("")  # and the reverse
     [ended] = ranks(1, train_here, write_settings(tree, tmp_path))
     assert ended.code == 0, ended
-    assert "tensorboard gets no more of this run, which goes on: " in ended.out
+    assert "tensorboard is disabled for the rest of this run, which continues: " in ended.out
     assert "no report: cannot write " in ended.out
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
 

@@ -55,8 +55,8 @@ class CompilerWait:
         if not self._num_builds:
             self._last_line = self._started
             self._show(
-                "compiling the fused operations for this machine, once; later runs find them in torch's cache "
-                "(TORCH_COMPILE_DISABLE=1 does without)"
+                "compiling the fused operations for this machine, once; later runs load them from torch's cache "
+                "(TORCH_COMPILE_DISABLE=1 turns this off)"
             )
         self._span.__enter__()
 

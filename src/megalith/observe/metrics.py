@@ -68,7 +68,7 @@ class MetricsWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append ``record``, which has a ``step``; the operating system has it when this returns."""
-        assert isinstance(record.get("step"), int), f"a record has an integer step; got {record.get('step')!r}"
+        assert isinstance(record.get("step"), int), f"a record must have an integer step; got {record.get('step')!r}"
         line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
         with explained("write", self._path):
             while line:  # when the disk fills up, a write may be partial before the next one fails
@@ -95,7 +95,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     path = Path(run_folder) / _NAME
     if not path.is_file():
         raise DataError(
-            f"a run's folder holds {_NAME}; {run_folder} does not; name the folder given to training as run="
+            f"{run_folder} has no {_NAME}, so it is not the folder of a run; give the folder that training got as run="
         )
     return [_restored(record) for _, record in _records(path)]
 
@@ -131,7 +131,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 yield line.removesuffix(b"\n"), record
             elif line.endswith(b"\n") or len(line) == _LONGEST_LINE:  # otherwise a crash truncated the last line
                 raise DataError(
-                    f"every line of {path} must be a JSON object with a step, its numbers as training writes them; "
+                    f"every line of {path} must be a JSON object with a step and numbers as training writes them; "
                     f"line {number} is {line[:60]!r}; remove that line, or move the file away"
                 )
 

@@ -126,7 +126,7 @@ class Timers:
         span = self._root.children.get(name)
         if span is None:
             span = self._root.children[name] = _Interruption(self, self._root, name)
-        assert isinstance(span, _Interruption), f"{name!r} is the name of a span that does not interrupt"
+        assert isinstance(span, _Interruption), f"span {name!r} already exists and does not interrupt"
         return span
 
     def totals(self) -> dict[str, float]:
@@ -141,7 +141,7 @@ class Timers:
             span.reset()
 
     def _new_span(self, name: str) -> Span:
-        assert "/" not in name, f"'/' parts the names of a path, so {name!r} cannot be one name"
+        assert "/" not in name, f"'/' separates the names in a path, so a span cannot be named {name!r}"
         around = self.innermost
         span = Span(self, around, f"{around.path}/{name}" if around.path else name)
         around.children[name] = span

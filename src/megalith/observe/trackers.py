@@ -88,7 +88,9 @@ class Trackers:
             yield
         except Exception as error:  # the packages may raise anything
             self._open.pop(name, None)
-            log.warning("%s gets no more of this run, which goes on: %s: %s", name, type(error).__name__, error)
+            log.warning(
+                "%s is disabled for the rest of this run, which continues: %s: %s", name, type(error).__name__, error
+            )
 
 
 def packages(names: Sequence[str] | None) -> Iterator[str]:
