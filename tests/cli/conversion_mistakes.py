@@ -153,5 +153,5 @@ CONVERSION_MISTAKES: dict[str, tuple[Mistake, str]] = {
         "there is no recipe lama-4m",
     ),
     "--from with another shape": (train_from("model.num_layers=3"), "layers.2"),
-    "--from with data of another tokenizer": (train_from_another_tokenizer, "another tokenizer than the model of"),
+    "--from with data of another tokenizer": (train_from_another_tokenizer, "a different tokenizer than the model of"),
 }

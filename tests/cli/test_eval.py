@@ -112,7 +112,7 @@ def test_one_line_says_that_experts_drop_tokens_among_choices(run, tmp_path, cap
     monkeypatch.setattr(TextScorer, "load", with_capacity)
     assert here("eval", run, "--choices", path).code == 0
     [line] = [line for line in caplog.messages if "capacity" in line]
-    assert line.endswith("depends on the choices that are scored in one batch, which compete for room")
+    assert line.endswith("depends on the choices that are scored in one batch, which compete for capacity")
 
 
 def test_no_perplexity_is_printed_where_no_token_has_a_loss(run, tmp_path):
@@ -125,14 +125,14 @@ def test_no_perplexity_is_printed_where_no_token_has_a_loss(run, tmp_path):
     finally:
         settings.write_text(kept)
     assert (found.code, found.out) == (2, ""), found
-    assert "x: no token that was read has a loss" in found.err
+    assert "x: none of the tokens read has a loss" in found.err
 
 
 def test_data_of_an_unknown_tokenizer_are_evaluated_with_a_warning(run, tmp_path, caplog):
     found = here("eval", run, "--data", dataset(tmp_path / "x", [1, 2, 3]))
     assert found.code == 0, found
     assert "over 2 tokens" in found.out
-    assert f"{tmp_path / 'x'} does not say which tokenizer it is of" in caplog.text
+    assert f"{tmp_path / 'x'} does not record its tokenizer" in caplog.text
 
 
 def test_it_says_what_takes_long(run, monkeypatch):

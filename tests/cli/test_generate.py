@@ -237,7 +237,7 @@ def test_a_text_that_may_outgrow_the_rows_of_training_is_told_with_the_way_to_st
     assert len(lines) == told
     for line in lines:
         found = re.match(
-            r"the text may come to (\d+) tokens and the model was trained on rows of 24: .* at most (\d+) tokens$", line
+            r"the text may reach (\d+) tokens, but the model was trained on rows of 24, .* at most (\d+) tokens$", line
         )
         assert found is not None, line
         assert int(found[1]) - more == 24 - int(found[2])  # both are the prompt

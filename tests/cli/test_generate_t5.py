@@ -78,7 +78,7 @@ def test_the_encoder_reads_sentinels_and_the_end_as_in_training(run):
 def test_sentinels_are_text_unless_they_are_asked_for(run, caplog):
     with caplog.at_level(logging.WARNING):
         found = generate(run, "--temperature", 0)
-    assert any("--special-tokens reads them as such" in record.message for record in caplog.records)
+    assert any("--special-tokens parses them" in record.message for record in caplog.records)
     assert found.out == f"{PROMPT}\n{worked_out(run, ids_of(run, [PROMPT]), Sampling(0.0))}\n"
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -118,12 +118,12 @@ def test_what_writes_no_text_or_has_no_likelihood_is_refused(run, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"context": "a", "choices": ["b", "c"], "answer": 0}\n')
     asked = here("eval", run, "--choices", tmp_path / "x.jsonl")
     assert asked.code == 2
-    assert "must be a GPT for the likelihood of a text; it is a model.t5" in asked.err
+    assert "must be a GPT to score text; it is a model.t5" in asked.err
     tree = masked_settings(tmp_path / "text", train={"steps": 1}, precision={"dtype": "float32"})
     ranks(1, trained, {**tree, "run": str(tmp_path / "bert")})
     refused = generate(tmp_path / "bert")
     assert refused.code == 2
-    assert "must be a GPT or a T5 to write text; it is a model.bert: megalith eval" in refused.err
+    assert "must be a GPT or a T5 to generate text; it is a model.bert, whose predictions" in refused.err
 
 
 def test_a_tokenizer_without_sentinels_is_refused(run, tmp_path):

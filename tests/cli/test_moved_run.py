@@ -95,7 +95,7 @@ def test_without_data_eval_names_the_option(moved):
     found = here("eval", moved)
     assert found.code == 2
     assert "data.valid of" in found.err
-    assert found.err.endswith("name other data with --data PREFIX\n")
+    assert found.err.endswith("give other data with --data PREFIX\n")
 
 
 @pytest.mark.parametrize("source", ["../there", "../there/config.yaml"])
@@ -127,7 +127,7 @@ def test_a_run_that_keeps_no_tokenizer_takes_one_that_is_given(original, moved):
     assert generate(moved, "--tokenizer", tokenizer) == original.text
     found = generate(moved)
     assert found.code == 2
-    assert "keeps no tokenizer.json" in found.err
+    assert "has no tokenizer.json, and" in found.err
     assert found.err.endswith("or give --tokenizer PATH\n")
 
 
@@ -139,7 +139,7 @@ def test_another_tokenizer_than_the_kept_one_is_refused(moved):
     assert "is not the tokenizer that" in found.err
     found = here("eval", moved, "--data", "other")
     assert found.code == 2
-    assert "other was made with another tokenizer than the training data of" in found.err
+    assert "other was made with a different tokenizer than the training data of" in found.err
 
 
 def test_an_unusual_end_of_documents_is_kept_with_the_tokenizer(moved):
@@ -166,7 +166,7 @@ def test_the_way_out_of_a_tokenizer_that_is_gone_is_the_kept_one(moved):
     assert gone.code == 2
     assert gone.err.count("gone.json must be a tokenizer.json") == 1
     way_out = f"data.tokenizer={moved / 'tokenizer.json'}"
-    assert gone.err.endswith(f"; the run keeps its own: {way_out}\n")
+    assert gone.err.endswith(f"; or use the copy in the run's folder: {way_out}\n")
     assert here("train", moved, *more, way_out).code == 0
 
 

@@ -12,7 +12,7 @@ TEXT = page("when_things_go_wrong.md")
 QUOTED = [
     "was killed by",
     "(out of memory?)",
-    "the same command goes on from step",
+    "run the same command to continue from step",
     "failed:",
     "the process that the ranks were forked from has died",
     "train.time_limit",

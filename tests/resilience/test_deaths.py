@@ -175,7 +175,9 @@ def where_it_goes_on(run: str) -> str:
     """What a person is told after a run has lost work."""
     step = saved_step(run)
     return (
-        f"the same command goes on from step {step} (" if step else "no checkpoint was saved: the same command starts"
+        f"run the same command to continue from step {step} ("
+        if step
+        else "no checkpoint was saved; run the same command to start"
     )
 
 
@@ -283,7 +285,7 @@ def test_a_server_that_is_killed_before_it_has_forked_a_rank_is_told_of_in_one_l
     assert started == "starting 2 ranks"
     assert why.startswith(
         "the process that the ranks were forked from has died (out of memory?); "
-        "no checkpoint was saved: the same command starts"
+        "no checkpoint was saved; run the same command to start"
     )
     wait_until_nothing_runs(program, [server])
 

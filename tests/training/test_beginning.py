@@ -76,8 +76,8 @@ def test_a_run_whose_steps_are_done_says_so_and_writes_nothing(finished, run, wa
     before = snapshot(run)
     found = train(finished, run, f"train.steps={wanted}")
     says = (
-        f"nothing to do: {run}/checkpoints/step-00000004 is of step 4, and train.steps is {wanted}; "
-        "a train.steps above 4 goes on from there"
+        f"nothing to do: {run}/checkpoints/step-00000004 is at step 4, and train.steps is {wanted}; "
+        "set train.steps above 4 to continue"
     )
     assert (found.code, found.err, found.out.splitlines()) == (0, "", [says])
     assert train_on_two_ranks(finished, run, f"train.steps={wanted}") == says
@@ -149,12 +149,12 @@ def delete_settings_of_an_earlier_version(run: Path) -> None:
 
 
 LOSSES: dict[Callable[[Path], None], str] = {
-    delete_checkpoints: "metrics.jsonl goes to step 4",
-    delete_checkpoints_of_an_earlier_version: "metrics.jsonl goes to step 4",
-    delete_checkpoints_of_an_earlier_version_that_saved_at_its_end: "metrics.jsonl goes to step 4",
-    damage_settings_of_an_earlier_version: "config.yaml, which would tell whether it had saved, cannot be read",
-    list_settings_of_an_earlier_version: "config.yaml, which would tell whether it had saved, cannot be read",
-    delete_settings_of_an_earlier_version: "config.yaml, which would tell whether it had saved, cannot be read",
+    delete_checkpoints: "metrics.jsonl goes up to step 4",
+    delete_checkpoints_of_an_earlier_version: "metrics.jsonl goes up to step 4",
+    delete_checkpoints_of_an_earlier_version_that_saved_at_its_end: "metrics.jsonl goes up to step 4",
+    damage_settings_of_an_earlier_version: "config.yaml, which would show whether the run has saved, cannot be read",
+    list_settings_of_an_earlier_version: "config.yaml, which would show whether the run has saved, cannot be read",
+    delete_settings_of_an_earlier_version: "config.yaml, which would show whether the run has saved, cannot be read",
     delete_steps: "latest names a checkpoint",
     damage_manifests: "step-00000002/manifest.json is damaged",
     delete_manifests: "step-00000004 is not a complete checkpoint: it has no manifest.json",
@@ -168,14 +168,14 @@ def test_a_run_without_a_sound_checkpoint_is_refused_and_all_stays(finished, run
     lose(run)
     message = refusal(finished, run)
     assert LOSSES[lose] in message
-    assert f"this run has saved, and no sound checkpoint is left in {run}/checkpoints" in message
+    assert f"this run has saved before, but no sound checkpoint is left in {run}/checkpoints" in message
     for way_out in ("from a backup", "run=...", f"move {run}/metrics.jsonl"):
         assert way_out in message
 
 
 def test_the_refusal_is_that_of_all_ranks(finished, run):
     delete_checkpoints(run)
-    says = "error on every rank: this run has saved, and no sound checkpoint is left"
+    says = "error on every rank: this run has saved before, but no sound checkpoint is left"
     assert refusal(finished, run, num_ranks=2).startswith(says)
 
 
@@ -216,7 +216,7 @@ def test_a_newer_damaged_one_stays_where_it_is_if_the_run_does_not_go_on(finishe
     edit(run / "checkpoints" / "step-00000004" / SHARD)
     assert "train.seed=1234" in refusal(finished, run, "train.seed=7")
     before = snapshot(run)
-    assert "step-00000002 is of step 2, and train.steps is 2" in train(finished, run, "train.steps=2").out
+    assert "step-00000002 is at step 2, and train.steps is 2" in train(finished, run, "train.steps=2").out
     assert snapshot(run) == before
 
 
@@ -273,8 +273,8 @@ def other(finished):
 def test_other_data_are_refused_with_the_way_out_which_works(finished, other, run, tmp_path):
     message = refusal(finished, run, f"data.train={other}")
     for part in (
-        "the data are not those that it was trained on: text ",
-        "Going on would repeat or skip text",
+        "the training data have changed: text ",
+        "Continuing would repeat or skip text",
         f'data.train "{finished}/text" -> "{other}"'[:60],
         f"load={run}/checkpoints/step-00000004 run=...",
     ):
@@ -304,7 +304,7 @@ def test_another_tokenizer_is_refused_where_the_files_do_not_name_theirs(finishe
         overrides = [f"run={run}", f"train.steps={num_steps}", f"data.tokenizer={tmp_path / name}"]
         found += ranks(1, go_on_with, finished / "settings.yaml", overrides)
     assert ["resumed from" in each for each in found] == [True, True, False]
-    assert "the data are not those that it was trained on: tokenizer " in found[2]
+    assert "the training data have changed: tokenizer " in found[2]
 
 
 def test_the_same_data_in_another_place_are_the_same(finished, run, tmp_path):
@@ -354,7 +354,7 @@ def test_a_state_of_the_last_version_is_gone_on_from_and_its_silence_is_told(fin
     replace_listed(newest, "state.json", json.dumps(old).encode())
     found = train(finished, run)
     assert found.code == 0, found
-    assert "of an earlier version, which did not store its data and settings: none are compared" in found.out
+    assert "by an earlier version without its data and settings, so these are not compared" in found.out
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 
@@ -369,4 +369,4 @@ def test_a_state_of_the_wrong_shape_is_one_message_on_every_rank(finished, run):
     assert (evaluated.code, evaluated.err) == (2, f"error: {says}\n")
     state["train"]["step"] = 5
     replace_listed(newest, "state.json", json.dumps(state).encode())
-    assert "must be that of the folder's name; got 5" in refusal(finished, run)
+    assert "must match the folder's name; got 5" in refusal(finished, run)

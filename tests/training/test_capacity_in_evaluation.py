@@ -35,8 +35,8 @@ def test_it_drops_past_the_capacity_and_one_line_says_so(run, caplog):
         [dropping] = evaluate_checkpoint(run, data, 8)
         [line] = [line for line in caplog.messages if "capacity" in line]
         assert line == (
-            "experts drop tokens past their capacity here as in training (model.moe.capacity.factor=0.5): the result "
-            "depends on the 2 samples of a micro-batch, which compete for room"
+            "experts drop tokens beyond their capacity, as in training (model.moe.capacity.factor=0.5): the result "
+            "depends on the 2 samples of a micro-batch, which compete for capacity"
         )
         caplog.clear()
         without_capacity(run)

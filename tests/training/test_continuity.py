@@ -81,16 +81,16 @@ def test_a_users_samples_tell_what_they_are_or_a_line_says_that_they_do_not(file
     assert "started at" in start(Own, 1)[0]
     [resumed] = start(Own, 2)
     assert "resumed from" in resumed
-    assert "not noticed" not in resumed
+    assert "unnoticed" not in resumed
     [refused] = start(Own, 3, CORPUS="second")
-    assert 'trained on: corpus "first" -> "second"' in refused
+    assert 'the training data have changed: corpus "first" -> "second"' in refused
     for message in start(Own, 3, num_ranks=2, CORPUS_1="second"):
-        assert 'all ranks must read the same training data; from rank 0 to rank 1 differ corpus "first"' in message
+        assert 'all ranks must read the same training data; rank 0 and rank 1 differ in corpus "first"' in message
     [message] = start(Own, 3, CORPUS="a list")
     assert "must have plain values; Own gives corpus = ['a', 'list']; give a string" in message
     start(Silent, 1)
     [line] = [line for line in start(Silent, 2)[0].splitlines() if line.startswith("Silent")]
-    assert line == "Silent does not tell which data it trains on (data_identity): a change is not noticed"
+    assert line == "Silent does not identify its training data (data_identity), so changes go unnoticed"
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_rank_that_sees_other_files_ends_all_of_them_before_anything_is_writte
     overrides = [f"run={tmp_path / 'run'}", "parallel.tensor=2"]
     first, second = ranks(2, go_on_with_own_files, file, overrides, other)
     assert first == second
-    assert "from rank 0 to rank 1 differ text " in first
+    assert "rank 0 and rank 1 differ in text " in first
     assert snapshot(tmp_path / "run") == {}
 
 
@@ -121,5 +121,5 @@ def test_a_rank_with_settings_of_its_own_ends_all_of_them_before_anything_is_wri
     of_rank_1 = ["model.moe.capacity.factor=1.5"]
     first, second = ranks(2, go_on_with_own_settings, file, overrides, of_rank_1)
     assert first == second
-    assert "same settings; from rank 0 to rank 1 differ model.moe.capacity.factor 1.0 -> 1.5; start every" in first
+    assert "same settings; rank 0 and rank 1 differ in model.moe.capacity.factor 1.0 -> 1.5; start every" in first
     assert snapshot(tmp_path / "run") == {}

@@ -56,7 +56,7 @@ def test_the_layers_of_each_stage_and_the_bubble_are_told(tmp_path):
     first, last, m = 3 * layer, 2 * layer + 2 * 509 * 32, 8
     # the last stage is never without work, once the first has begun, and the first ends with a backward of its own
     idle = 2 * (m * last + first) - m * (first + last)
-    assert re.search(rf"stages +3 \+ 2 layers, 1f1b: ranks wait {idle / m / (first + last):.0%} as long as they", text)
+    assert re.search(rf"stages +3 \+ 2 layers, 1f1b: bubble {idle / m / (first + last):.0%} of the compute time", text)
     assert "stages" not in describe(load_run(settings(tmp_path), world_size=1), 1)
 
 
@@ -68,7 +68,7 @@ def test_what_the_busiest_rank_exchanges_is_told_by_axis(tmp_path):
     # 4 micro-batches of [16, 2, 32] in float32: two layers have 4 all-gathers and as many reduce-scatters each, the
     # head has one of both; and the loss gathers 3 numbers of 32 tokens from both ranks; 5 norms are summed
     hidden, m = 16 * 2 * 32 * 4, 4
-    assert "exchanged in a step   by rank 2, the busiest; bytes of all together:\n" in text
+    assert "traffic per step      of rank 2, the busiest; sizes are totals:\n" in text
     gathered = quantity(m * (9 * hidden + 2 * 3 * 32 * 4))
     summed = f"5 all_reduce of {5 * 32 * 4}B, {m * 9} reduce_scatter of {quantity(m * 9 * hidden)}B"
     assert re.search(rf"  pipeline +{m} send of {quantity(m * hidden // 2)}B\n", text)

@@ -136,6 +136,6 @@ def test_a_layer_of_a_decoder_lets_what_the_encoder_gives_enter_once_more(tmp_pa
 def test_a_dry_run_tells_of_how_many_masked_tokens_it_counts(tmp_path):
     # 15 % of 2 rows of 32 tokens
     text = describe(load_run(masked_settings(tmp_path, parallel={"tensor": 2}), world_size=2), 2)
-    assert "exchanged in a step   by rank 0, the busiest, with 10 predicted tokens of a micro-batch; bytes" in text
+    assert "traffic per step      of rank 0, the busiest, with 10 predicted tokens per micro-batch; sizes" in text
     text = describe(load_run(t5_settings(tmp_path, parallel={"tensor": 2}), world_size=2), 2)
-    assert "exchanged in a step   by rank 0, the busiest; bytes" in text
+    assert "traffic per step      of rank 0, the busiest; sizes" in text

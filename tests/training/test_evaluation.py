@@ -116,7 +116,7 @@ def test_held_out_text_without_a_loss_is_told_and_ends_no_run(tmp_path):
         builder.finalize(vocab_size=VOCAB, eod=EOD)
     tree = settings(tmp_path, data={"valid": str(tmp_path / "ends")}, train={"steps": 2})
     [shown] = ranks(1, lines_of, tree)
-    assert "step 2  held-out loss not measured: no token of data.valid that was read has one" in shown
+    assert "step 2  held-out loss not measured: none of the tokens read from data.valid has a loss" in shown
     assert not any("valid_loss" in record for record in read_metrics(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists()
 
@@ -139,5 +139,5 @@ def test_a_run_is_found_by_its_url_too(tmp_path):
     assert evaluate_checkpoint(f"file://{tree['run']}", tree["data"]["train"], 2) == want
     loaded = {**tree, "run": str(tmp_path / "next"), "load": f"file://{tree['run']}/checkpoints/step-00000001"}
     assert preflight(write_settings(loaded, tmp_path), [], 2).load == loaded["load"]
-    with pytest.raises(ConfigError, match=r"is not a complete checkpoint, nor .*; give load=file://.*step-00000001"):
+    with pytest.raises(ConfigError, match=r"is neither a complete checkpoint nor .*; give load=file://.*step-00000001"):
         preflight(write_settings({**loaded, "load": f"file://{tree['run']}"}, tmp_path), [], 2)

@@ -60,8 +60,8 @@ def test_a_collapse_is_told_once_within_ten_steps(tmp_path):
     tree = run_of(tmp_path, 16)
     ranks(1, train, tree, 1, 2)
     log = (Path(tree["run"]) / "logs" / "run.log").read_text()
-    [line] = [line for line in log.splitlines() if "steps now" in line]
-    assert "step 8: the routing has collapsed, for 5 steps now" in line  # from step 4 on
+    [line] = [line for line in log.splitlines() if "steps in a row" in line]
+    assert "step 8: the routing has collapsed, now for 5 steps in a row" in line  # from step 4 on
     shown = "entropy 0.69, as if 2.0 of 8 experts were in use"  # log 2
     assert f"layer 0: {shown}; layer 1: {shown}" in line
     for way_out in ("sequence_balance", "expert_bias_update_rate", "z_loss", "optim.lr"):
@@ -72,9 +72,9 @@ def test_one_hot_expert_beside_others_in_use_is_told_in_words_of_its_own(tmp_pat
     tree = run_of(tmp_path, 16)
     ranks(1, train, tree, 1, 1)
     log = (Path(tree["run"]) / "logs" / "run.log").read_text()
-    [line] = [line for line in log.splitlines() if "steps now" in line]
-    assert "step 8: an expert is in the choice of nearly every token, for 5 steps now" in line
-    assert "layer 0: 100% of the tokens chose expert 0, and with the other choices it is as if 5." in line
+    [line] = [line for line in log.splitlines() if "steps in a row" in line]
+    assert "step 8: nearly every token has chosen the same expert for 5 steps in a row" in line
+    assert "layer 0: 100% of the tokens chose expert 0; with the other choices, it is as if 5." in line
     assert "The routing has not collapsed, but ranks of parallel.expert wait for that expert" in line
     layers = read_metrics(Path(tree["run"]))[-1]["experts"]["layers"]
     # its max violation is that of a collapse, E / K - 1
@@ -85,7 +85,7 @@ def test_a_healthy_run_has_no_alarm_and_its_numbers_are_in_the_metrics(tmp_path)
     tree = run_of(tmp_path, 12, parallel={"pipeline": 2})
     tree["train"]["log_every"] = 5
     lines, _ = ranks(2, train, tree, 2)
-    assert "steps now" not in (Path(tree["run"]) / "logs" / "run.log").read_text()
+    assert "steps in a row" not in (Path(tree["run"]) / "logs" / "run.log").read_text()
     records = read_metrics(Path(tree["run"]))
     assert [record["step"] for record in records if "experts" in record] == [1, 5, 10, 12]
     assert sum("max violation" in line for line in lines) == 4
@@ -134,11 +134,11 @@ def test_a_layer_of_many_experts_takes_64_numbers():
     [
         ([512, 512, 0, 0, 0, 0, 0, 0], "collapsed", "as if 2.0 of 8"),
         ([260, 200, 200, 364, 0, 0, 0, 0], None, ""),  # half are in use
-        ([260, 400, 364, 0, 0, 0, 0, 0], "collapsed", "5 of 8 experts were chosen by no token"),
+        ([260, 400, 364, 0, 0, 0, 0, 0], "collapsed", "5 of 8 experts received no tokens"),
         ([440, 440, 40, 40, 16, 16, 16, 16], None, ""),
         ([470, 470, 80, 1, 1, 1, 1, 0], "collapsed", "entropy 0.94, as if 2.6 of 8"),
         # max violation 3, as of the first; exp(log(2) / 2 + log(14) / 2) = sqrt(28) experts
-        ([511, 73, 73, 73, 73, 73, 73, 73], "hot", "100% of the tokens chose expert 0, and .* as if 5.3 of 8"),
+        ([511, 73, 73, 73, 73, 73, 73, 73], "hot", "100% of the tokens chose expert 0; with .* as if 5.3 of 8"),
         ([73, 73, 490, 73, 73, 73, 73, 94], "hot", "96% of the tokens chose expert 2"),
         ([73, 73, 440, 73, 73, 73, 100, 119], None, ""),
         ([128] * 8, None, ""),

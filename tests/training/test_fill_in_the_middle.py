@@ -70,7 +70,7 @@ def test_a_rate_of_nothing_is_refused(text, tmp_path):
 
 def test_data_and_models_that_cannot_be_reordered_are_refused_before_the_first_step(text, tmp_path):
     without = settings(tmp_path, data={"fill_in_the_middle": {"rate": 0.5}})
-    with pytest.raises(DataError, match="does not say which tokenizer made it"):
+    with pytest.raises(DataError, match="does not record which tokenizer made it"):
         task_of(load_run(without)).train_dataset()
     # the three ids come after the end of documents; a model of other rows may read a tokenizer of more
     names = {"rate": 0.5, "prefix_token": "<fim_prefix>", "middle_token": "<fim_middle>", "suffix_token": "ships"}

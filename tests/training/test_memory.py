@@ -108,7 +108,7 @@ def test_rows_of_experts_are_not_counted_and_the_dry_run_says_so(tmp_path):
     config = load_run(settings(tmp_path, model=model))
     with pytest.raises(ConfigError, match="router"):
         planned_memory(config, task_of(config), 1)
-    assert "memory at the peak    not counted: how many rows" in describe(config, 1)
+    assert "peak memory           not counted: the number of rows" in describe(config, 1)
 
 
 def test_rows_that_masks_choose_are_not_counted():
@@ -129,9 +129,9 @@ def shown(tree):
 def test_a_run_says_what_it_has_taken_in_the_same_words_after_its_first_step(tmp_path):
     tree = settings(tmp_path, train={"steps": 2}, precision=FLOAT32)
     [lines] = ranks(1, shown, tree)
-    [line] = [line for line in lines if line.startswith("memory at the peak")]
+    [line] = [line for line in lines if line.startswith("peak memory")]
     plan = planned(tree)
     for name in ("weights", "gradients", "moments"):
         assert f"{name} {memory.quantity(getattr(plan, name))}B" in line
-    [counted] = [line for line in describe(load_run(tree), 1).splitlines() if line.startswith("memory at the peak")]
+    [counted] = [line for line in describe(load_run(tree), 1).splitlines() if line.startswith("peak memory")]
     assert f"activations {memory.quantity(plan.activations)}B" in counted

@@ -37,7 +37,7 @@ def overrides(tmp_path):
 def test_it_is_resumed_and_ends_as_it_would_have(tmp_path, overrides):
     shutil.copytree(OLD, tmp_path / "run")
     [lines] = ranks(1, go_on, OLD / "config.yaml", overrides, 1)
-    assert lines[1].startswith("the checkpoint is of an earlier version")
+    assert lines[1].startswith("the checkpoint was written by an earlier version")
     found = [record["loss"] for record in read_metrics(tmp_path / "run")]
     assert found == pytest.approx([float.fromhex(loss) for loss in LOSSES[2:]], rel=ROUNDING)
 

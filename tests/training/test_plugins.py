@@ -114,7 +114,7 @@ def refusal(tree: dict[str, Any]) -> str:
 
 def test_a_task_whose_rows_cannot_be_split_is_refused(tmp_path):
     for message in ranks(2, refusal, settings(tmp_path, parallel={"context": 2})):
-        assert message.startswith("Undivided does not split rows over ranks, and parallel.context is 2; set")
+        assert message.startswith("Undivided does not split rows over ranks, but parallel.context is 2; set")
 
 
 def test_a_dropout_of_a_users_layer_drops_where_the_settings_drop_nothing():

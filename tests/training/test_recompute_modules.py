@@ -214,7 +214,7 @@ def refusal(tree: dict[str, Any]) -> str:
 
 def test_an_operation_that_the_model_has_not_is_refused(tmp_path):
     [message] = ranks(1, refusal, settings(tmp_path, train=named(["mlp", "layernorm", "core_attn"])))
-    assert message == ("train.recompute_modules names mlp, core_attn, and this GPTModel has none; use layernorm")
+    assert message == ("train.recompute_modules lists mlp, core_attn, but this GPTModel has none; use layernorm")
 
 
 EXPERTS_IN_STAGE_1 = {**LLAMA, "moe": {"num_experts": 4, "layers": [False, True]}}
@@ -239,5 +239,5 @@ def test_what_no_stage_has_is_refused_with_the_names_of_all_stages(tmp_path):
     tree = settings(tmp_path, model=EXPERTS_IN_STAGE_1, parallel={"pipeline": 2}, train=named(["shared_experts"]))
     message, again = ranks(2, refusal_of_stage, tree)
     assert message == again
-    assert message.startswith("train.recompute_modules names shared_experts, and this GPTModel has none; use ")
+    assert message.startswith("train.recompute_modules lists shared_experts, but this GPTModel has none; use ")
     assert {"mlp", "moe", "moe_act", "core_attn"} <= set(message.partition("; use ")[2].split(", "))

@@ -92,7 +92,7 @@ def test_killed_after_ten_steps_and_resumed_it_ends_bitwise_as_if_it_were_not(in
 
 def test_sigterm_to_the_program_reaches_every_rank_and_is_waited_for(interrupted):
     assert interrupted.stopped.code == 75, interrupted.stopped
-    assert "the same command goes on from there" in interrupted.stopped.out
+    assert "run the same command to continue from there" in interrupted.stopped.out
     assert_saved_at_the_last_step(interrupted.broken)
 
 
@@ -185,7 +185,7 @@ def test_a_time_limit_stops_a_run_with_its_state_saved_and_says_that_it_was_the_
     [found] = ranks(1, train_through_an_hour, write_settings(tree, tmp_path), Path(tree["run"]))
     assert found.code == 75
     assert_saved_at_the_last_step(tree["run"])
-    saved = f"saved at step {saved_step(tree['run'])}; the same command goes on from there"
+    saved = f"saved at step {saved_step(tree['run'])}; run the same command to continue from there"
     assert f"train.time_limit (59.5 minutes) has passed: {saved}" in found.out.splitlines()
 
 
@@ -194,7 +194,7 @@ def test_a_time_limit_that_is_too_short_to_start_says_so_and_draws_no_report(tmp
     [found] = ranks(1, here, "train", write_settings(tree, tmp_path))
     assert found.code == 75
     *_, last = found.out.splitlines()
-    assert last.startswith("train.time_limit (1e-06 minutes) has passed before the first step of this start")
+    assert last.startswith("train.time_limit (1e-06 minutes) has passed before the first step, because startup")
     assert last.endswith("raise it")
 
 

@@ -70,7 +70,7 @@ def refused(tree: dict[str, Any]) -> str:
 
 def test_selective_recomputation_of_nothing_is_refused(tmp_path):
     [message] = ranks(1, refused, settings(tmp_path, train={"recompute": "selective"}))
-    assert "names core_attn, and this GPTModel has none; use layernorm, self_attn, mlp, mlp_act" in message
+    assert "lists core_attn, but this GPTModel has none; use layernorm, self_attn, mlp, mlp_act" in message
 
 
 def compiled(tree: dict[str, Any]) -> list[bool]:
@@ -143,10 +143,10 @@ def refusal_of_stages(tree: dict[str, Any], task: type[PretrainGPT]) -> str:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (NoCores, "names core_attn, and this GPTModel has none; use layernorm, self_attn"),
+        (NoCores, "lists core_attn, but this GPTModel has none; use layernorm, self_attn"),
         (NoEnd, "rank 1: there is no end"),
-        (NoStages, "the model of NoStages cannot be cut into stages; use parallel.pipeline=1"),
-        (NoHiddenShape, "NoHiddenShape has costs() and no hidden_shape()"),
+        (NoStages, "the model of NoStages cannot be split into stages; use parallel.pipeline=1"),
+        (NoHiddenShape, "NoHiddenShape defines costs() but not hidden_shape()"),
     ],
 )
 def test_stages_that_cannot_be_built_are_refused_on_every_rank(task, message, tmp_path):

@@ -32,7 +32,9 @@ def test_the_first_version_had_a_counter_that_is_gone():
 
 
 def test_a_later_version_is_refused():
-    with pytest.raises(CheckpointError, match=r"of version 99 and this Megalith reads up to \d+; use the Mega"):
+    with pytest.raises(
+        CheckpointError, match=r"of version 99, but this version of Megalith only reads up to \d+; use the version"
+    ):
         upgraded({"version": 99})
 
 

@@ -91,7 +91,7 @@ def test_buffers_are_as_large_as_the_worst_case_and_are_counted(parallel, top_k,
     takes = sum(held.total for held in rank_state_bytes(config, task_of(config), 2)) * 2 + 2 * num_bytes
     with patch.object(machine_fit, "memory_bytes", lambda: takes):
         check_machine(config, 2, range(2))
-    said = rf"with buffers of parallel.dispatch.method=symmetric, {quantity(num_bytes)}B each, before any activation"
+    said = rf"with {quantity(num_bytes)}B each for parallel.dispatch.method=symmetric, without activations"
     with patch.object(machine_fit, "memory_bytes", lambda: takes - 1), pytest.raises(ConfigError, match=said):
         check_machine(config, 2, range(2))
 

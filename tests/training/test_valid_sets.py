@@ -112,7 +112,9 @@ def test_a_set_without_a_loss_is_told_and_the_others_are_measured(tmp_path):
     sets = {"ends": str(tmp_path / "ends"), "code": sets_in(tmp_path)["code"]}
     tree = settings(tmp_path, data={"valid": sets}, train={"steps": 1})
     [shown] = ranks(1, lines_of, tree)
-    assert "step 1  held-out loss of ends not measured: no token of data.valid.ends that was read has one" in shown
+    assert (
+        "step 1  held-out loss of ends not measured: none of the tokens read from data.valid.ends has a loss" in shown
+    )
     [record] = evaluations(tree)
     assert "valid_loss" not in record
     assert list(record["valid_sets"]) == ["code"]
@@ -217,4 +219,4 @@ def test_eval_measures_each_set_or_the_data_that_are_given(tmp_path):
     gone = here("eval", tree["run"])
     assert (gone.code, gone.out) == (2, "")
     assert f"data.valid.code of {tree['run']}: {sets['code']}.idx cannot be read" in gone.err
-    assert gone.err.endswith("name other data with --data PREFIX\n")
+    assert gone.err.endswith("give other data with --data PREFIX\n")

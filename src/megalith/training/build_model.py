@@ -88,8 +88,8 @@ def stages_of(config: RunConfig, task: AnyTask) -> list[Stage]:
     parallel, costs = config.parallel, task.costs()
     if type(task).hidden_shape is Task.hidden_shape:
         raise ConfigError(
-            f"{type(task).__name__} has costs() and no hidden_shape(), which says what a stage receives from the one "
-            "before; give it one, or use parallel.pipeline=1"
+            f"{type(task).__name__} defines costs() but not hidden_shape(), the shape that a stage receives from the "
+            "previous one; define it, or use parallel.pipeline=1"
         )
     num_stages, listed = parallel.pipeline * parallel.virtual, parallel.stage_layers
     ranges = balanced_stages(costs, num_stages) if listed is None else listed_stages(listed)
@@ -143,9 +143,9 @@ def _require_names_of_their_own(chunks: Sequence[ModelModule], stages: Sequence[
         for stage, names in sorted(item for of_rank in gathered for item in of_rank.items()):
             if twice := [name for name in names if name in stage_of]:
                 raise ConfigError(
-                    f"parameter {twice[0]} must be in one stage: weights are drawn, trained and saved by their names; "
+                    f"parameter {twice[0]} must be in one stage: weights are initialized, trained and saved by name; "
                     f"{type(chunks[0]).__name__} has it in stages {stage_of[twice[0]]} and {stage}; build it in one "
-                    "stage, or name it in shared_weights() of both, and in copied_weights() of the later one"
+                    "stage, or list it in shared_weights() of both and in copied_weights() of the later one"
                 )
             stage_of |= dict.fromkeys(names, stage)
 
@@ -191,7 +191,7 @@ def _require_recomputed_modules(config: RunConfig, chunks: Sequence[ModelModule]
     if missing := [name for name in config.train.recompute_modules if name not in named]:
         raise everywhere(
             ConfigError(
-                f"train.recompute_modules names {', '.join(missing)}, and this {type(chunks[0]).__name__} has none; "
+                f"train.recompute_modules lists {', '.join(missing)}, but this {type(chunks[0]).__name__} has none; "
                 f"use {', '.join(named) or 'train.recompute=full or none'}"
             )
         )

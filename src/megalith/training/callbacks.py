@@ -116,7 +116,7 @@ class Metrics(Callback):
         if result.skipped and run.loss_scale is None:
             log.warning("step %d skipped: loss %s, gradient norm %s", state.step, result.loss, result.grad_norm)
         if state.step == self.first_step:
-            self.show(f"memory at the peak    {memory_so_far(run)}")
+            self.show(f"peak memory           {memory_so_far(run)}")
         if is_shown:
             self.show_progress(progress_line(record, steps, self.left.after(state.step)))
 
@@ -249,7 +249,7 @@ def _told(name: str, evaluation: Evaluation) -> str:
     """Returns the line that shows an evaluation to the user."""
     loss, of_which = evaluation.loss, f" of {name}" if name else ""
     if not evaluation.num_tokens:
-        return f"held-out loss{of_which} not measured: no token of {valid_setting(name)} that was read has one"
+        return f"held-out loss{of_which} not measured: none of the tokens read from {valid_setting(name)} has a loss"
     beside = f", perplexity {perplexity(loss):.2f}," if name else ""
     over = f"over {evaluation.num_tokens:,} {evaluation.counted}"
     return f"held-out loss{of_which} {loss:.4f}{beside} {over}{_others(evaluation)}"

@@ -52,8 +52,8 @@ def data_identity(task: AnyTask, dataset: Samples[Any]) -> dict[str, Any]:
         if different := changed(found[0], other):
             raise everywhere(
                 DataError(
-                    f"all ranks must read the same training data; from rank 0 to rank {number} differ "
-                    f"{', '.join(different)}; put the files where every machine sees them"
+                    f"all ranks must read the same training data; rank 0 and rank {number} differ in "
+                    f"{', '.join(different)}; put the files where every machine can read them"
                 )
             )
     return identity
@@ -79,7 +79,7 @@ def check_ranks_have_one_recipe(config: RunConfig) -> None:
         if different := changed(found[0], other):
             raise everywhere(
                 ConfigError(
-                    f"all ranks must be started with the same settings; from rank 0 to rank {number} differ "
+                    f"all ranks must be started with the same settings; rank 0 and rank {number} differ in "
                     f"{', '.join(different)}; start every rank with the same recipe and overrides"
                 )
             )

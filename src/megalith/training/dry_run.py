@@ -43,9 +43,9 @@ def describe(config: RunConfig, world_size: int) -> str:
             *_stages(config, task, layout),
             f"state on each rank    {share} of {quantity(state)}B",
             *_buffers(config),
-            f"memory at the peak    {_memory(config, task, world_size)}",
-            f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
-            f"operations per token  {quantity(flops)}",
+            f"peak memory           {_memory(config, task, world_size)}",
+            f"tokens per step       {tokens:,}, {tokens * config.train.steps:,} in total",
+            f"FLOPs per token       {quantity(flops)}",
             *_exchanged(config, task, world_size),
             f"first sample          the text, with [{task.in_brackets}] in brackets:",
             *task.sample_as_text(task.train_dataset()[0]),
@@ -59,7 +59,7 @@ def _active(task: AnyTask) -> str:
         return ""
     moe = next(iter(task.routed_layers.values()))
     idle = task.num_expert_parameters * (moe.num_experts - moe.top_k) // moe.num_experts
-    return f", {task.num_parameters - idle:,} of them active for a token"
+    return f", {task.num_parameters - idle:,} of them active per token"
 
 
 def _experts(task: AnyTask, layout: Layout) -> list[str]:
@@ -74,7 +74,7 @@ def _experts(task: AnyTask, layout: Layout) -> list[str]:
     }
     axes = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
     return [
-        f"ranks of experts      {prod(degrees.values())} = {axes}, holding {task.num_expert_parameters:,} parameters"
+        f"expert ranks          {prod(degrees.values())} = {axes}, holding {task.num_expert_parameters:,} parameters"
     ]
 
 
@@ -90,7 +90,7 @@ def _buffers(config: RunConfig) -> list[str]:
 def _memory(config: RunConfig, task: AnyTask, world_size: int) -> str:
     """Formats the memory of the rank that needs the most, without the libraries' own."""
     try:
-        return f"about {planned_memory(config, task, world_size)}; and what torch itself takes"
+        return f"about {planned_memory(config, task, world_size)}, plus what torch itself takes"
     except ConfigError as error:
         return f"not counted: {error}"
 
@@ -110,8 +110,8 @@ def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:
     bubble = simulate(schedule, costs).bubble
     layers = " + ".join(str(len(stage.layers)) for stage in stages)
     return [
-        f"stages                {layers} layers, {parallel.schedule}: ranks wait {bubble:.0%} as long as they work, "
-        "by counted operations"
+        f"stages                {layers} layers, {parallel.schedule}: bubble {bubble:.0%} of the compute time, "
+        "estimated from FLOPs"
     ]
 
 
@@ -120,7 +120,7 @@ def _exchanged(config: RunConfig, task: AnyTask, world_size: int) -> list[str]:
     try:
         rank, traffic = busiest_rank(config, task, world_size)
     except ConfigError as error:
-        return [f"exchanged in a step   not counted: {error}"]
+        return [f"traffic per step      not counted: {error}"]
     times, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for each, number in traffic.items():
         times[each.axis, each.kind] += number
@@ -129,8 +129,8 @@ def _exchanged(config: RunConfig, task: AnyTask, world_size: int) -> list[str]:
     for (axis, kind), number in sorted(times.items()):
         axes.setdefault(axis, []).append(f"{number:,} {kind} of {quantity(sizes[axis, kind])}B")
     lines = [f"  {axis:<20}{', '.join(kinds)}" for axis, kinds in axes.items()]
-    given = ", with even loads of experts" if task.routed_layers else ""
+    given = ", with balanced experts" if task.routed_layers else ""
     if task.usual_labels is not None and config.parallel.tensor > 1:
-        given += f", with {task.usual_labels:,} predicted tokens of a micro-batch"
-    heading = f"exchanged in a step   by rank {rank}, the busiest{given}; bytes of all together:"
+        given += f", with {task.usual_labels:,} predicted tokens per micro-batch"
+    heading = f"traffic per step      of rank {rank}, the busiest{given}; sizes are totals:"
     return [heading, *lines] if lines else []

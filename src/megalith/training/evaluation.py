@@ -66,7 +66,7 @@ def evaluate(
         DataError: on every rank, if the samples cannot be read.
     """
     if not len(dataset):
-        raise everywhere(DataError("there is nothing to evaluate on: the held-out dataset has no samples"))
+        raise everywhere(DataError("nothing to evaluate: the held-out dataset has no samples"))
     groups = options.pg_collection
     num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     B, dp_rank, dp_size = micro_batch_size, groups.rank("dp"), groups.size("dp")

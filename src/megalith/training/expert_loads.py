@@ -100,27 +100,26 @@ def sign_of_imbalance(load: Tensor, moe: MoEConfig) -> Sign | None:
     if (effective := math.exp(metrics.entropy)) < K + _EFFECTIVE_SHARE * (E - K):
         return Sign("collapsed", f"entropy {metrics.entropy:.2f}, as if {effective:.1f} of {E} experts were in use")
     if 2 * metrics.dead_experts > E:
-        return Sign("collapsed", f"{metrics.dead_experts} of {E} experts were chosen by no token")
+        return Sign("collapsed", f"{metrics.dead_experts} of {E} experts received no tokens")
     if metrics.max_violation >= _NEAR * (E / K - 1):
         share = f"{(metrics.max_violation + 1) * K / E:.0%} of the tokens chose expert {int(load.argmax())}"
         if K == 1:  # there are no other choices
             return Sign("collapsed", share)
-        return Sign(
-            "hot", f"{share}, and with the other choices it is as if {effective:.1f} of {E} experts were in use"
-        )
+        return Sign("hot", f"{share}; with the other choices, it is as if {effective:.1f} of {E} experts were in use")
     return None
 
 
 _WARNINGS: Mapping[str, str] = MappingProxyType(
     {
-        "collapsed": "the routing has collapsed, for %d steps now: %s. Experts that get no token learn nothing and "
-        "rarely come back: stop, go back to an earlier checkpoint, and raise model.moe.router.sequence_balance (such "
-        "as 0.01) or, with sigmoid scores, set model.moe.router.expert_bias_update_rate (such as 0.001); if logits "
-        "grow, set model.moe.router.z_loss (such as 0.001) or lower optim.lr",
-        "hot": "an expert is in the choice of nearly every token, for %d steps now: %s. The routing has not "
+        "collapsed": "the routing has collapsed, now for %d steps in a row: %s. Experts that get no tokens learn "
+        "nothing and rarely recover: stop, go back to an earlier checkpoint, and raise "
+        "model.moe.router.sequence_balance (such as 0.01) or, with sigmoid scores, set "
+        "model.moe.router.expert_bias_update_rate (such as 0.001); if logits grow, set model.moe.router.z_loss (such "
+        "as 0.001) or lower optim.lr",
+        "hot": "nearly every token has chosen the same expert for %d steps in a row: %s. The routing has not "
         "collapsed, but ranks of parallel.expert wait for that expert: raise model.moe.router.sequence_balance (such "
-        "as 0.01) or, with sigmoid scores, set model.moe.router.expert_bias_update_rate (such as 0.001); where every "
-        "token should have an expert in common, set model.moe.shared_ffn_hidden_size",
+        "as 0.01) or, with sigmoid scores, set model.moe.router.expert_bias_update_rate (such as 0.001); if all "
+        "tokens should share an expert, set model.moe.shared_ffn_hidden_size",
     }
 )
 

@@ -143,11 +143,11 @@ def evaluate_checkpoint(
         CheckpointError: the run has no held-out dataset, and none was given; or as ``load_model``.
     """
     if max_samples is not None and max_samples < 1:
-        raise ConfigError(f"the number of samples must be 1 or more; got {max_samples}; leave it out to take all")
+        raise ConfigError(f"the number of samples must be 1 or more; got {max_samples}; leave it out to use all")
     checkpoint, folder, config = open_run(source)
     prefixes = {"": dataset} if dataset else config.data.valid_sets
     if not prefixes:
-        raise CheckpointError(f"{source} was trained without data.valid; name a dataset with --data PREFIX")
+        raise CheckpointError(f"{source} was trained without data.valid; give a dataset with --data PREFIX")
     held_out: dict[str, SizedSamples[Any]] = {}
     for name, prefix in prefixes.items():
         try:
@@ -157,7 +157,7 @@ def evaluate_checkpoint(
         except DataError as error:
             if dataset is not None:
                 raise
-            way_out = "name other data with --data PREFIX"
+            way_out = "give other data with --data PREFIX"
             raise DataError(f"{valid_setting(name)} of {source}: {error}; {way_out}") from error
     trained = load_model(checkpoint, task)
     say_what_experts_drop(config.model, f"the {config.train.micro_batch_size} samples of a micro-batch")
@@ -176,7 +176,7 @@ def evaluate_checkpoint(
                 progress=partial(_progress_of_part, progress, sum(sizes[:number]), sum(sizes)),
             )
         if not found.num_tokens:
-            raise DataError(f"{prefix}: no token that was read has a loss, and nothing can be measured; use more text")
+            raise DataError(f"{prefix}: none of the tokens read has a loss, so nothing can be measured; use more text")
         losses.append(
             CheckpointLoss(
                 name, prefix, found.loss, found.num_tokens, trained.step, found.means, found.counted, found.classes
@@ -189,8 +189,8 @@ def say_what_experts_drop(model: TransformerConfig, together: str) -> None:
     """Logs that experts drop tokens if they have a capacity; ``together`` names what is processed at a time."""
     if model.moe is not None and model.moe.capacity is not None:
         log.info(
-            "experts drop tokens past their capacity here as in training (model.moe.capacity.factor=%s): the result "
-            "depends on %s, which compete for room",
+            "experts drop tokens beyond their capacity, as in training (model.moe.capacity.factor=%s): the result "
+            "depends on %s, which compete for capacity",
             model.moe.capacity.factor,
             together,
         )
@@ -207,12 +207,12 @@ def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> No
     trained_with = _tokenizer_sha256(folder, config)
     if made_with is None or trained_with is None:
         which = dataset.prefix if made_with is None else folder
-        log.warning("%s does not say which tokenizer it is of, so that only its token ids are compared", which)
+        log.warning("%s does not record its tokenizer, so only the token ids are checked", which)
     elif made_with != trained_with:
         path = folder / KEPT_TOKENIZER if KEPT_TOKENIZER in folder.names() else "PATH"
         raise DataError(
-            f"{dataset.prefix} was made with another tokenizer than the training data of {folder}; prepare the text "
-            f"again with that one: megalith data prepare FILES... --out PREFIX --tokenizer {path}"
+            f"{dataset.prefix} was made with a different tokenizer than the training data of {folder}; prepare the "
+            f"text again with that one: megalith data prepare FILES... --out PREFIX --tokenizer {path}"
         )
     found = check_dataset(dataset, config.model.vocab_size)
     if found.problem is not None:

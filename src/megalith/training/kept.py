@@ -91,8 +91,8 @@ def kept_marks(folder: Store) -> Marks:
     was_trained = "metrics.jsonl" in folder.names()
     if type(eod) is not int or not _are_ids(begin) or not _are_ids(ends):
         raise DataError(
-            f'{folder / EOD_FILE} must hold {{"id": number, "begin": [numbers], "ends": [numbers]}}; copy it again '
-            "from a backup, or delete it: then the usual names end a text, and it begins as its tokenizer.json says"
+            f'{folder / EOD_FILE} must hold {{"id": number, "begin": [numbers], "ends": [numbers]}}; restore it '
+            "from a backup, or delete it to end texts at tokens with usual names and begin them as in tokenizer.json"
         )
     return Marks(eod, tuple(begin) if was_trained or "begin" in fields else None, tuple(ends))
 

@@ -80,7 +80,9 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     device, num_local_ranks = choose_device(), len(local_ranks)
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
-            raise ConfigError(f"--nproc ({num_local_ranks}) must be at most the number of GPUs here, {num_gpus}")
+            raise ConfigError(
+                f"--nproc ({num_local_ranks}) must be at most the number of GPUs on this machine ({num_gpus})"
+            )
         needed, has = max(held), torch.cuda.get_device_properties(device).total_memory
         where, what = "on one rank", "its GPU has"
     else:
@@ -88,13 +90,12 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
         where = f"on the {num_local_ranks} ranks of this machine" if num_local_ranks > 1 else "on this machine"
         what = "it has"
     if needed > has:
-        exchange = f", with buffers of parallel.dispatch.method=symmetric, {quantity(buffers)}B each" if buffers else ""
+        exchange = f", with {quantity(buffers)}B each for parallel.dispatch.method=symmetric" if buffers else ""
         raise ConfigError(
-            f"the model does not fit: weights, gradients and {config.optim.name}'s state of its "
-            f"{quantity(task.num_parameters)} parameters take {quantity(needed)}B {where}{exchange}, before any "
-            f"activation, and {what} {quantity(has)}B; use a smaller model, or more memory: shard it over more ranks "
-            "of more machines "
-            f"(parallel.shard is {layout.shard}, parallel.tensor {layout.tensor})"
+            f"the model does not fit: weights, gradients and {config.optim.name} state for its "
+            f"{quantity(task.num_parameters)} parameters take {quantity(needed)}B {where}{exchange}, without "
+            f"activations, and {what} {quantity(has)}B; use a smaller model, or more memory: shard it over more ranks "
+            f"on more machines (parallel.shard is {layout.shard}, parallel.tensor is {layout.tensor})"
         )
 
 

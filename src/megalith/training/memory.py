@@ -81,15 +81,15 @@ def planned_memory(config: RunConfig, task: AnyTask, world_size: int) -> Memory:
             head on the masks; or torch.distributed is already initialized.
     """
     if task.routed_layers:
-        raise ConfigError("how many rows an expert gets follows from the router")
+        raise ConfigError("the number of rows per expert depends on the router")
     if torch.distributed.is_initialized():
-        raise ConfigError("the ranks have been started; ask without torchrun, by --nproc")
+        raise ConfigError("the ranks have already been started; use --nproc instead of torchrun")
     try:
         with fake_ranks(world_size), without_compiling():
             counted = _counted_stages(config, task, world_size)
     except DEPENDS_ON_VALUES as error:
         raise ConfigError(
-            "how large some tensors are follows from the values of others, as of masked tokens"
+            "the sizes of some tensors depend on the values of others, such as which tokens are masked"
         ) from error
     states = rank_state_bytes(config, task, world_size)
     placement = placement_of_run(config)
@@ -120,7 +120,7 @@ def memory_so_far(run: Run) -> str:
     rest = peak - 2 * weights - moments
     return (
         f"{quantity(peak)}B on rank 0: weights {quantity(weights)}B, gradients {quantity(weights)}B, moments "
-        f"{quantity(moments)}B, and all else, gathered and activations among it, {quantity(rest)}B"
+        f"{quantity(moments)}B, and everything else, including gathered weights and activations, {quantity(rest)}B"
     )
 
 

@@ -49,7 +49,7 @@ def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list
         settings = settings / "config.yaml"
         if not settings.is_file():
             raise ConfigError(
-                f"{source} is a folder without a config.yaml, so that it holds no run to go on with; give a run's "
+                f"{source} is a folder without a config.yaml, so there is no run to continue; give a run's "
                 f"folder, a YAML file, or one of the recipes {', '.join(recipe_names())}"
             )
     if settings.name == "config.yaml" and (settings.parent / "about.json").is_file():
@@ -94,7 +94,7 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
         DataError: neither names a tokenizer, or it cannot be read.
     """
     if config.data.train is None:
-        raise DataError("the run names no data that would name its tokenizer")
+        raise DataError("the run has no data.train from which to load its tokenizer")
     train = IndexedDataset(config.data.train)
     tokenizer = _tokenizer_of(config, train)
     begin = tokenizer.begin if tokenizer.begins(train.tokens[: len(tokenizer.begin)].tolist()) else ()
@@ -112,10 +112,10 @@ def _tokenizer_of(config: RunConfig, train: IndexedDataset) -> Tokenizer:
         except DataError as error:
             if not kept.exists():
                 raise
-            raise DataError(f"{error}; the run keeps its own: data.tokenizer={kept}") from error
+            raise DataError(f"{error}; or use the copy in the run's folder: data.tokenizer={kept}") from error
     if sidecar is None or sidecar.tokenizer is None:
         raise DataError(
-            f"{train.prefix} does not say which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
+            f"{train.prefix} does not record which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
         )
     try:
         return Tokenizer.beside(train.prefix, sidecar.tokenizer, eod)
@@ -177,7 +177,7 @@ def _check_vocabulary(config: RunConfig) -> Iterator[str]:
     needed, given = _rows_needed(config, train), config.model.vocab_size
     if needed is None and given is None:
         yield (
-            f"{config.data.train} does not say how large its vocabulary is; "
+            f"{config.data.train} does not record the size of its vocabulary; "
             "give data.tokenizer=PATH of its tokenizer.json, or model.vocab_size"
         )
     elif needed is not None and given is not None and given < needed:
@@ -212,7 +212,7 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
     if is_file:
         yield f"run ({folder}) is a file; choose another folder with run=..."
     elif config.resume == "never" and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-        yield f"{folder} holds a run already and resume=never would mix with it; choose another run=..., or resume=auto"
+        yield f"{folder} already holds a run and resume=never would mix the two; choose another run=..., or resume=auto"
 
 
 def _check_load(config: RunConfig) -> Iterator[str]:
@@ -231,14 +231,14 @@ def _check_load(config: RunConfig) -> Iterator[str]:
     described = described_at(store)
     if described is not None:
         if told := changed(*(model.model_dump(exclude={"preset"}) for model in (described, config.model))):
-            _say(f"the model is not that of {store / 'config.json'}: {', '.join(told)}")
+            _say(f"the model differs from that of {store / 'config.json'}: {', '.join(told)}")
         keeper = store
     elif MANIFEST in store.names():
         keeper = run_of(store)
     else:
         newest = find_checkpoint(child(config.load, "checkpoints"))
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
-        yield f"load ({config.load}) is not a complete checkpoint, nor a model of Hugging Face; give {way_out}"
+        yield f"load ({config.load}) is neither a complete checkpoint nor a Hugging Face model; give {way_out}"
         return
     yield from _check_origin_tokenizer(config, keeper)
 
@@ -252,12 +252,12 @@ def _check_origin_tokenizer(config: RunConfig, keeper: Store) -> Iterator[str]:
     if config.data.tokenizer is not None:
         made_with = load_tokenizer(config).sha256
     if made_with is None:
-        _say(f"{dataset.prefix} does not say which tokenizer it is of: it must be that of {keeper}")
+        _say(f"{dataset.prefix} does not record which tokenizer made it; it must be that of {keeper}")
     elif made_with != record_of(keeper.parts(KEPT_TOKENIZER)).sha256:
         kept = keeper / KEPT_TOKENIZER
         yield (
-            f"{dataset.prefix} was made with another tokenizer than the model of {keeper}, {kept}; prepare the "
-            f"text with that one: megalith data prepare FILES... --out PREFIX --tokenizer {kept}"
+            f"{dataset.prefix} was made with a different tokenizer than the model of {keeper} ({kept}); prepare "
+            f"the text with that one: megalith data prepare FILES... --out PREFIX --tokenizer {kept}"
         )
     elif config.model.kind == "gpt":
         _tell_of_beginnings(config, dataset, keeper)
@@ -269,7 +269,7 @@ def _tell_of_beginnings(config: RunConfig, dataset: IndexedDataset, keeper: Stor
     begin = tokenizer.begin if own is None else own
     if dataset.tokens[: len(begin)].tolist() != list(begin):
         _say(
-            f"the model of {keeper} begins every text with {tokenizer.decode(begin)!r}, and the documents of "
+            f"the model of {keeper} begins every text with {tokenizer.decode(begin)!r}, but the documents of "
             f"{dataset.prefix} do not; prepare the text again with megalith data prepare, without --no-bos"
         )
 
@@ -285,7 +285,7 @@ def _check_compiler(config: RunConfig) -> Iterator[str]:
         return
     wanted = {"train.compile": config.train.compile, "train.compile_fusions": config.train.compile_fusions}
     for setting in (setting for setting, is_wanted in wanted.items() if is_wanted):
-        yield f"{setting}=true needs a C++ compiler on a CPU, and there is no {compiler}; install it, or set CXX"
+        yield f"{setting}=true needs a C++ compiler on a CPU, but {compiler} was not found; install it, or set CXX"
 
 
 def _datasets(config: RunConfig) -> dict[str, str]:

@@ -97,11 +97,11 @@ def _where_it_stopped(run: Run, first_step: int, reason: str | None) -> str:
     if reason == TIME_LIMIT:
         why = f"train.time_limit ({run.config.train.time_limit:g} minutes) has passed"
         if step == first_step:
-            return f"{why} before the first step of this start, which takes longer than that: raise it"
+            return f"{why} before the first step, because startup takes longer than that; raise it"
         why += ": "
     if step == 0:
-        return f"{why}stopped before the first step: there was nothing to save; the same command starts it again"
-    return f"{why}saved at step {step}; the same command goes on from there"
+        return f"{why}stopped before the first step, with nothing to save; run the same command to start again"
+    return f"{why}saved at step {step}; run the same command to continue from there"
 
 
 @contextmanager

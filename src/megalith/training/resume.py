@@ -47,8 +47,8 @@ def where_it_goes_on(checkpoints: Location) -> str:
     """Returns a line that says what rerunning the command would do, for a run that has ended too early."""
     newest = find_checkpoint(checkpoints)
     if newest is None:
-        return "no checkpoint was saved: the same command starts again from step 0"
-    return f"the same command goes on from step {int(open_store(newest).split()[1].removeprefix('step-'))}"
+        return "no checkpoint was saved; run the same command to start again from step 0"
+    return f"run the same command to continue from step {int(open_store(newest).split()[1].removeprefix('step-'))}"
 
 
 def resume_or_load(run: Run) -> Beginning:
@@ -85,7 +85,9 @@ def _begin(run: Run, weights: str | Store) -> Beginning:
     """Starts at step 0 with existing weights: those of ``load``, or of an imported folder."""
     heads = load_weights(weights, run.weights(), run.chunks[0].head_names)
     told = [f"{what}: {', '.join(names)}" for what, names in heads.items() if names]
-    lines = [f"another head than that of {weights}, with weights of its own from the seed ({'; '.join(told)})"]
+    lines = [
+        f"the head differs from that of {weights} ({'; '.join(told)}); missing weights are initialized from the seed"
+    ]
     return Beginning([f"started at step 0 from the weights of {weights}, in layout {run.layout}", *lines * bool(told)])
 
 
@@ -95,8 +97,8 @@ def _refuse_to_forget(imported: Store, damaged: dict[str, CheckpointError]) -> N
         told = "\n".join(map(str, damaged.values()))
         raise everywhere(
             CheckpointError(
-                f"{told}\nthe run would begin again from the weights of {imported}; copy a sound checkpoint there from "
-                f"a backup, or begin in another folder: load={imported} run=..."
+                f"{told}\nthe run would start over from the weights of {imported}; restore a sound checkpoint there "
+                f"from a backup, or start in another folder: load={imported} run=..."
             )
         )
 
@@ -121,14 +123,14 @@ def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Begin
     with agreed(f"{path} cannot be resumed"):
         if step_name(saved.train.step) != path.split()[1]:
             raise CheckpointError(
-                f"train.step of {STATE} must be that of the folder's name; got {saved.train.step}; {WAY_OUT}"
+                f"train.step in {STATE} must match the folder's name; got {saved.train.step}; {WAY_OUT}"
             )
         _refuse_a_break(run, saved, path)
     step, steps = saved.train.step, run.config.train.steps
     lines = [str(error) for error in damaged.values()]
     if step >= steps:
-        more = f"a train.steps above {step} goes on from there"
-        return Beginning([*lines, f"nothing to do: {path} is of step {step}, and train.steps is {steps}; {more}"], True)
+        more = f"set train.steps above {step} to continue"
+        return Beginning([*lines, f"nothing to do: {path} is at step {step}, and train.steps is {steps}; {more}"], True)
     changes = _told_changes(run, saved)
     try:
         load_tensors(path, run.tensors(), verify=False)
@@ -143,18 +145,18 @@ def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Begin
 
 def _refuse_a_break(run: Run, saved: SavedState, path: Store) -> None:
     """Raises CheckpointError if continuing would repeat or skip text."""
-    problems, way_out = [], "set back what has changed"
+    problems, way_out = [], "undo these changes"
     before, now = saved.data or {}, _identity(run)
     if broken := changed(*({name: each[name] for name in compared(before, now)} for each in (before, now))):
-        problems.append(f"the data are not those that it was trained on: {', '.join(broken)}")
+        problems.append(f"the training data have changed: {', '.join(broken)}")
     if saved.seed != (seed := run.config.train.seed):
-        problems.append(f"its seed is {saved.seed} and train.seed is {seed}, which gives another order and dropout")
-        way_out = f"set train.seed={saved.seed}" + (" and what else has changed back" if broken else "")
+        problems.append(f"its seed is {saved.seed} but train.seed is {seed}, which changes the data order and dropout")
+        way_out = f"set train.seed={saved.seed}" + (" and undo the other changes" if broken else "")
     if problems:
         changes = "".join(f" ({line})" for line in _told_changes(run, saved) if saved.settings is not None)
         raise CheckpointError(
-            f"{'; '.join(problems)}. Going on would repeat or skip text{changes}; {way_out}, or start from its weights "
-            f"alone, in another folder: load={path} run=..."
+            f"{'; '.join(problems)}. Continuing would repeat or skip text{changes}; {way_out}, or start from its "
+            f"weights only, in another folder: load={path} run=..."
         )
 
 
@@ -166,7 +168,9 @@ def _identity(run: Run) -> dict[str, Any]:
 def _told_changes(run: Run, saved: SavedState) -> list[str]:
     """Returns a line about settings that differ from the checkpoint's, and one about what cannot be compared."""
     if saved.settings is None or saved.data is None:
-        return ["the checkpoint is of an earlier version, which did not store its data and settings: none are compared"]
+        return [
+            "the checkpoint was written by an earlier version without its data and settings, so these are not compared"
+        ]
     now = kept_settings(run.config)
     before = comparable_settings(saved.settings, now)
     lines = []
@@ -174,6 +178,6 @@ def _told_changes(run: Run, saved: SavedState) -> list[str]:
         lines.append(f"changed since step {saved.train.step}: {', '.join(found)}")
     if compared(saved.data, _identity(run)) == ["tokens_per_sample"]:
         lines.append(
-            f"{type(run.task).__name__} does not tell which data it trains on (data_identity): a change is not noticed"
+            f"{type(run.task).__name__} does not identify its training data (data_identity), so changes go unnoticed"
         )
     return lines

@@ -56,18 +56,18 @@ def read_config(folder: Store) -> RunConfig:
     """Returns the settings of the run in ``folder``. Raises CheckpointError if they are missing or damaged."""
     path = folder / "config.yaml"
     if "config.yaml" not in folder.names():
-        raise CheckpointError(f"{path} is missing, which says what model its checkpoints hold; keep it with them")
+        raise CheckpointError(
+            f"{path} is missing; it describes the model in the checkpoints and must be kept with them"
+        )
     try:
         content = folder.read("config.yaml", 0, min(folder.size("config.yaml"), MOST_BYTES + 1))
         settings = read_yaml(content, str(path))
         if not isinstance(settings, dict):
-            raise ConfigError(
-                f"it must hold groups of settings (model:, data:, train:, ...); it holds {settings!r:.80}"
-            )
+            raise ConfigError(f"it must contain groups of settings (model:, data:, train:, ...); got {settings!r:.80}")
         return load_run(settings)
     except ConfigError as error:
         raise CheckpointError(
-            f"{path} does not say what model its checkpoints hold: {error}; copy it again from a backup"
+            f"{path} does not describe the model in the checkpoints: {error}; restore it from a backup"
         ) from error
 
 
@@ -89,7 +89,7 @@ def find_tokenizer(
         tokenizer = (marks if eod is None else marks._replace(eod=eod)).load(given)
         if kept is not None and kept.sha256 != tokenizer.sha256:
             raise DataError(
-                f"{given} is not the tokenizer that {folder} was trained with, which it keeps as {KEPT_TOKENIZER}; "
+                f"{given} is not the tokenizer that {folder} was trained with and keeps as {KEPT_TOKENIZER}; "
                 "leave --tokenizer out"
             )
         return tokenizer
@@ -98,7 +98,7 @@ def find_tokenizer(
     try:
         return load_tokenizer(config)
     except DataError as error:
-        raise DataError(f"{folder} keeps no {KEPT_TOKENIZER}, and {error}; or give --tokenizer PATH") from error
+        raise DataError(f"{folder} has no {KEPT_TOKENIZER}, and {error}; or give --tokenizer PATH") from error
 
 
 def _training_tokenizer(run: Run) -> Tokenizer | None:

@@ -47,15 +47,15 @@ def refuse_if_saved(run_folder: Path, checkpoints: Store, damaged: Mapping[str, 
     steps = [name for name in traces if name != LATEST] or traces
     reasons = [str(damaged[name]) if name in damaged else _why(checkpoints, name) for name in steps]
     if last_step:
-        reasons.append(f"{metrics} goes to step {last_step}")
+        reasons.append(f"{metrics} goes up to step {last_step}")
     if lost and not noted and known_at is None:
-        reasons.append(f"{run_folder / 'config.yaml'}, which would tell whether it had saved, cannot be read")
+        reasons.append(f"{run_folder / 'config.yaml'}, which would show whether the run has saved, cannot be read")
     to_move = [str(metrics)] * metrics.exists() + [str(checkpoints)] * bool(traces)
     raise CheckpointError(
-        f"this run has saved, and no sound checkpoint is left in {checkpoints}:\n  "
+        f"this run has saved before, but no sound checkpoint is left in {checkpoints}:\n  "
         + "\n  ".join(reasons)
-        + "\nit does not begin again over what it has done: copy a checkpoint there from a backup, or start in another "
-        f"folder with run=...; to begin again in this one, move {' and '.join(to_move)} away"
+        + "\nit will not start over on top of its earlier results: restore a checkpoint there from a backup, or start "
+        f"in another folder with run=...; to start over in this one, move {' and '.join(to_move)} away"
     )
 
 
@@ -87,4 +87,4 @@ def _why(checkpoints: Store, name: str) -> str:
         read_manifest(folder)
     except CheckpointError as error:
         return str(error)
-    return f"{folder} lacks files that its manifest lists, or has them in other sizes"
+    return f"{folder} lacks files listed in its manifest, or their sizes differ"

@@ -166,9 +166,9 @@ def _matrix_product(config: RunConfig, parts: RunParts) -> MatrixProduct:
         return parts.matrix_product
     if parts.matrix_product is not linear:
         raise ConfigError(
-            f"parallel.schedule={schedule} computes the weights' gradients of linear layers apart from those of their "
-            "inputs, with a matrix product of its own, and RunParts(matrix_product=...) gives another; leave it out, "
-            "or use a schedule that does not split backwards: 1f1b, gpipe or interleaved"
+            f"parallel.schedule={schedule} computes the weight gradients of linear layers separately from their input "
+            "gradients, with its own matrix product, but RunParts(matrix_product=...) gives another; leave it out, "
+            "or use a schedule that does not split the backward: 1f1b, gpipe or interleaved"
         )
     return SplitProduct()
 

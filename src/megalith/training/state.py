@@ -147,8 +147,8 @@ def upgraded(
     version = JsonFields({"version": 1, **state}).count("version", at_least=1)
     if version > wanted:
         raise CheckpointError(
-            f"the checkpoint's state is of version {version} and this Megalith reads up to {wanted}; "
-            "use the Megalith that wrote it, or a newer one"
+            f"the checkpoint's state is of version {version}, but this version of Megalith only reads up to {wanted}; "
+            "use the version that wrote it, or a newer one"
         )
     for step in range(version, wanted):
         state = upgrades[step](state)
@@ -167,7 +167,8 @@ def _identity(fields: JsonFields, consumed_samples: int) -> Mapping[str, Any]:
     tokens = fields.count("tokens", at_most=MOST_COUNTED * tokens_per_sample)
     if tokens != consumed_samples * tokens_per_sample:
         raise fields.wrong(
-            "tokens", f"{consumed_samples * tokens_per_sample}, of {consumed_samples} samples of {tokens_per_sample}"
+            "tokens",
+            f"{consumed_samples * tokens_per_sample} ({consumed_samples} samples of {tokens_per_sample} tokens)",
         )
     identity = fields.object("identity")
     for name, value in identity.values.items():

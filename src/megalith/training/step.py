@@ -176,8 +176,8 @@ def _refuse(run: Run, loss: float, grad_norm: float) -> None:
     where = [f"{name} on rank {rank}" for rank, names in enumerate(found) for name in names[:2]]
     text = (
         f"step {run.state.step + 1}: loss {loss}, gradient norm {grad_norm}; not finite: "
-        f"{', '.join(where[:6]) or 'the loss alone'}. The weights are those of step {run.state.step}. Lower optim.lr, "
-        "or set train.nonfinite=skip to pass over such batches"
+        f"{', '.join(where[:6]) or 'only the loss'}. The weights are those of step {run.state.step}. Lower optim.lr, "
+        "or set train.nonfinite=skip to skip such batches"
     )
     raise everywhere(NonFiniteError(text))
 

@@ -43,7 +43,7 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank |
     if "RANK" not in environment:
         return None
     found: dict[str, int] = {}
-    wrong = [] if "WORLD_SIZE" in environment else ["WORLD_SIZE is not set, and RANK is"]
+    wrong = [] if "WORLD_SIZE" in environment else ["WORLD_SIZE is not set, but RANK is"]
     for name in _LEAST.keys() & environment.keys():
         text = environment[name]
         number = int(text) if text.isascii() and text.isdigit() and len(text) < 11 else -1
@@ -55,7 +55,9 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank |
         if rank in found and size in found and found[rank] >= found[size]:
             wrong.append(f"{rank} ({found[rank]}) must be below {size} ({found[size]})")
     if wrong:
-        raise ConfigError(f"this is no rank of a launcher: {'; '.join(sorted(wrong))}; {_WAY_OUT}")
+        raise ConfigError(
+            f"the environment variables of the launcher are invalid: {'; '.join(sorted(wrong))}; {_WAY_OUT}"
+        )
     return LaunchedRank(found["RANK"], found["WORLD_SIZE"], found.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -74,12 +76,12 @@ def num_ranks(nproc: int, launched: LaunchedRank | None) -> int:
             )
         return launched.world_size
     if nproc < 1:
-        raise ConfigError(f"--nproc must be at least 1, the number of ranks to start on this machine; got {nproc}")
+        raise ConfigError(f"--nproc must be at least 1 (the number of ranks to start on this machine); got {nproc}")
     memory = memory_bytes()
     if memory is not None and nproc * _RANK_BYTES > memory:
         raise ConfigError(
-            f"--nproc ({nproc}) is more than fits this machine: so many ranks take {quantity(nproc * _RANK_BYTES)}B "
-            f"before they have a model, and it has {quantity(memory)}B; use at most {memory // _RANK_BYTES}"
+            f"--nproc ({nproc}) is more than fits on this machine: the ranks take {quantity(nproc * _RANK_BYTES)}B "
+            f"even without a model, and the machine has {quantity(memory)}B; use at most {memory // _RANK_BYTES}"
         )
     return nproc
 
@@ -91,4 +93,4 @@ def check_rendezvous(environment: Mapping[str, str] = os.environ) -> None:
     if not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 2**16):
         wrong.append(f"MASTER_PORT must be a port; got {port[:40]!r}" if port else "MASTER_PORT is not set")
     if wrong:
-        raise ConfigError(f"ranks cannot meet: {'; '.join(wrong)}, and RANK is; {_WAY_OUT}")
+        raise ConfigError(f"RANK is set, but the ranks cannot connect: {'; '.join(wrong)}; {_WAY_OUT}")

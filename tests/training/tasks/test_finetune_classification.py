@@ -126,7 +126,7 @@ def test_a_pretrained_encoder_is_loaded_without_its_head(parallel, tmp_path):
     settings = settings_from(pretraining["run"], tmp_path / "tuned.yaml")
     world_size = 2 if parallel else 1
     lines = ranks(world_size, trained, settings, world_size)[0]
-    [told] = (line for line in lines if "another head than that of" in line)
+    [told] = (line for line in lines if "the head differs from that of" in line)
     assert "missing: classifier; left out: binary_head, lm_head, lm_transform" in told
     before, after = load_model(tmp_path / "run").model, load_model(tmp_path / "tuned").model
     kept = dict(after.named_parameters())
@@ -169,7 +169,9 @@ def test_settings_of_other_tasks_and_other_classes_are_refused(tmp_path):
     # as many classes, but other ones, which numbers would not tell
     (tmp_path / "other.csv").write_text("text,label\nthe red,colour\nthe two,number\nthe tree,plant\n")
     prepare_labelled(tmp_path / "other.csv", tmp_path / "other", tmp_path / "text-tokenizer.json")
-    with pytest.raises(ConfigError, match=r"must be those of .*: colour, number, place; they are .*plant"):
+    with pytest.raises(ConfigError, match=r"must be those of .*: colour, number, place; got .*plant"):
         task_of(load_run(tree)).evaluation_dataset(str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match=r"num_classes \(4\) must be that of .*, 3: colour, number, place; use 3"):
+    with pytest.raises(
+        ConfigError, match=r"num_classes \(4\) must be the number of classes in .*, 3: colour, .*; use 3"
+    ):
         task_of(load_run({**tree, "model": {**tree["model"], "bert": bert}})).train_dataset()

@@ -82,5 +82,5 @@ def test_a_model_that_gives_nan_answers_nothing():
     found = scorer()
     with torch.no_grad():
         next(iter(found.model.parameters())).fill_(math.nan)
-    with pytest.raises(CheckpointError, match="the model gives NaN"):
+    with pytest.raises(CheckpointError, match="the model returns NaN"):
         answer_questions(found, [Question("Once", (" upon", " a"), 0)])

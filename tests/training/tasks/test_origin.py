@@ -115,5 +115,5 @@ def test_a_setting_that_computes_something_else_and_data_of_an_unknown_tokenizer
     tree = tree_of(tmp_path)
     preflight(tree, ["model.rope.base=500"], 1)
     said = [record.getMessage() for record in caplog.records]
-    assert f"the model is not that of {tmp_path}/source/config.json: rope.base 10000.0 -> 500.0" in said
-    assert f"{tmp_path}/text does not say which tokenizer it is of: it must be that of {tmp_path}/source" in said
+    assert f"the model differs from that of {tmp_path}/source/config.json: rope.base 10000.0 -> 500.0" in said
+    assert f"{tmp_path}/text does not record which tokenizer made it; it must be that of {tmp_path}/source" in said

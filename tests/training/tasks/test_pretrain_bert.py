@@ -175,7 +175,7 @@ def test_what_is_held_out_is_masked_alike_whatever_the_seed(tmp_path):
 def test_the_first_sample_is_shown_with_its_masked_words_in_brackets(tmp_path):
     tree = masked_settings(tmp_path)
     text = describe(load_run(tree), 1)
-    assert "with [what is to be predicted] in brackets" in text
+    assert "with [tokens to predict] in brackets" in text
     shown = text[text.index("  | ") :]
     assert shown.startswith("  | [CLS]")
     assert re.search(r"\[[a-z ]+\]", shown)
@@ -187,15 +187,15 @@ def test_data_and_settings_of_another_kind_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data.eod_mask_loss is for the rows of a GPT.*leave it out"):
         task_of(load_run({**tree, "data": {**data, "eod_mask_loss": True}}))
     gpt = {name: value for name, value in model.items() if name not in ("bert", "residual")}
-    with pytest.raises(ConfigError, match=r"data.masking is for models that fill in.*leave it out"):
+    with pytest.raises(ConfigError, match=r"data.masking is for models that predict masked tokens.*leave it out"):
         task_of(load_run({**tree, "model": gpt, "data": {**data, "masking": {"probability": 0.2}}}))
     with pytest.raises(ConfigError, match=r"model.vocab_size \(260\) must be at least the \d+ entries"):
         task_of(load_run({**tree, "model": {**model, "vocab_size": 260}})).train_dataset()
     choices = {**model, "bert": {"num_token_types": 2, "head": "multiple_choice"}}
-    with pytest.raises(ConfigError, match=r"no task trains the model that model.bert describes with the head multi"):
+    with pytest.raises(ConfigError, match=r"no built-in task trains a model.bert with head multi"):
         task_of(load_run({**tree, "model": choices}))
     whole = write_dataset(tmp_path / "whole")
-    with pytest.raises(DataError, match=r"--split-sentences|does not say which tokenizer"):
+    with pytest.raises(DataError, match=r"--split-sentences|does not record which tokenizer"):
         task_of(load_run({**tree, "data": {**data, "train": whole}})).train_dataset()
 
 

@@ -138,7 +138,7 @@ def test_a_run_tells_its_accuracy_and_eval_measures_it_again(tmp_path):
 def test_the_first_sample_is_shown_with_its_missing_spans_in_place(tmp_path):
     tree = t5_settings(tmp_path)
     text = describe(load_run(tree), 1)
-    assert "with [what is missing for the encoder] in brackets" in text
+    assert "with [spans hidden from the encoder] in brackets" in text
     shown = text[text.index("  | ") :]
     assert re.search(r"\[[a-z ]+\]", shown)
     assert "extra_id" not in shown

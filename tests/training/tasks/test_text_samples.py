@@ -128,10 +128,10 @@ def test_prompts_that_do_not_fit_are_refused(text, tmp_path, shape, prompts, mes
     ("parallel", "num_prompts", "message"),
     [
         ({}, 32, None),
-        ({}, 33, r"has room for 32 tokens of a rank, .* 33 prompts of 1 tokens, padded, bring 33 to each; use fewer"),
+        ({}, 33, r"has room for 32 tokens per rank .* 33 prompts padded to 1 tokens need 33 per rank; use fewer"),
         # read again whole for each of 12 new tokens, 13 with the prompt, in multiples of 4
         ({"context": 2}, 2, None),
-        ({"context": 2}, 3, r"has room for 16 tokens of a rank, .* 3 prompts of 16 tokens, padded, bring 24 to each"),
+        ({"context": 2}, 3, r"has room for 16 tokens per rank .* 3 prompts padded to 16 tokens need 24 per rank"),
     ],
 )
 def test_prompts_that_symmetric_memory_has_no_room_for_are_refused(text, tmp_path, parallel, num_prompts, message):
@@ -153,7 +153,7 @@ def test_data_without_a_tokenizer_are_refused(tmp_path):
     ended = here("train", write_settings(tree, tmp_path))
     assert ended.code == 2
     assert "train.generation: " in ended.err
-    assert "does not say which tokenizer made it; give data.tokenizer=PATH" in ended.err
+    assert "does not record which tokenizer made it; give data.tokenizer=PATH" in ended.err
     assert not Path(tree["run"]).exists()
 
 
@@ -171,5 +171,5 @@ def refused(tree: dict[str, Any]) -> str:
 def test_a_task_that_writes_no_text_refuses_before_the_first_step(text, tmp_path):
     tree = run_settings(text, tmp_path, LLAMA)
     [message] = ranks(1, refused, tree)
-    assert "WritesNothing writes no text; leave train.generation out" in message
+    assert "WritesNothing does not generate text; leave train.generation out" in message
     assert read_metrics(Path(tree["run"])) == []

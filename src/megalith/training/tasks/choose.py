@@ -31,8 +31,6 @@ def task_of(config: RunConfig) -> AnyTask:
     """
     kind, head = config.model.kind, None if config.model.bert is None else config.model.bert.head
     if (kind, head) not in _TASKS:
-        with_head = "" if head is None else f" with the head {head}"
-        raise ConfigError(
-            f"no task trains the model that model.{kind} describes{with_head}; give build_run a task of your own"
-        )
+        with_head = "" if head is None else f" with head {head}"
+        raise ConfigError(f"no built-in task trains a model.{kind}{with_head}; pass your own task to build_run")
     return _TASKS[kind, head](config)

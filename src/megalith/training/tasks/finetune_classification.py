@@ -62,14 +62,14 @@ class FinetuneClassification(BertTask[LabelledText]):
         found = LabelledTexts(prefix, self.tokenizer, S, vocab_size=vocab_size)
         if len(found.classes) != self.num_classes:
             raise ConfigError(
-                f"model.bert.num_classes ({self.num_classes}) must be that of {prefix}, {len(found.classes)}: "
-                f"{', '.join(found.classes[:10])}; use {len(found.classes)}"
+                f"model.bert.num_classes ({self.num_classes}) must be the number of classes in {prefix}, "
+                f"{len(found.classes)}: {', '.join(found.classes[:10])}; use {len(found.classes)}"
             )
         learned = _learned_classes(self.config) or found.classes
         if found.classes != learned:
             raise ConfigError(
-                f"the classes of {prefix} must be those of {self.config.data.train}, in their order: "
-                f"{', '.join(learned[:10])}; they are {', '.join(found.classes[:10])}; label both files at once: "
+                f"the classes of {prefix} must be those of {self.config.data.train}, in the same order: "
+                f"{', '.join(learned[:10])}; got {', '.join(found.classes[:10])}; label both files together: "
                 "megalith data label FILE --valid HELD_OUT_FILE --out PREFIX --tokenizer PATH"
             )
         return found

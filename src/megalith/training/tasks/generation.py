@@ -86,8 +86,8 @@ class TextSource:
         """Raises ConfigError for a model that cannot generate text."""
         if config.kind == "bert":
             raise ConfigError(
-                f"{source} must be a GPT or a T5 to write text; it is a model.bert: megalith eval measures what it "
-                "fills in"
+                f"{source} must be a GPT or a T5 to generate text; it is a model.bert, whose predictions of masked "
+                "tokens megalith eval measures"
             )
 
     def encode(self, prompts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
@@ -102,8 +102,8 @@ class TextSource:
         assert self.config.vocab_size is not None, "open has checked the tokenizer against it"
         if beyond := [id for ids in encoded for id in ids if id >= self.config.vocab_size]:
             raise ConfigError(
-                f"the prompt spells {self.tokenizer.decode(beyond[:1])!r}, token {beyond[0]}, and the model reads ids "
-                f"below {self.config.vocab_size}; leave it out of the prompt"
+                f"the prompt contains {self.tokenizer.decode(beyond[:1])!r}, token {beyond[0]}, but the model only has "
+                f"ids below {self.config.vocab_size}; remove it from the prompt"
             )
         learned = self.config.position_embedding_type == "learned_absolute"
         for ids in encoded:
@@ -112,7 +112,7 @@ class TextSource:
         if not self.answers:
             return encoded
         if not special_tokens and any("<extra_id_" in prompt for prompt in prompts):
-            log.warning("the prompt spells sentinels, <extra_id_0> ..., as text; --special-tokens reads them as such")
+            log.warning("sentinels such as <extra_id_0> in the prompt are read as text; --special-tokens parses them")
         return [[*ids, t5_tokens(self.tokenizer).end] for ids in encoded]
 
 
@@ -190,8 +190,8 @@ class TextGenerator:
         if self.source.answers:
             if prompt > longest:
                 log.warning(
-                    "the prompt has %d tokens, and the encoder was trained on rows of %d: beyond those it usually gets "
-                    "worse; to stay within, shorten it",
+                    "the prompt has %d tokens, but the encoder was trained on rows of %d, and quality usually drops "
+                    "beyond that; shorten the prompt to stay within it",
                     prompt,
                     longest,
                 )
@@ -200,8 +200,8 @@ class TextGenerator:
             return
         room = f"generate at most {longest - prompt} tokens" if prompt < longest else f"shorten the prompt ({prompt})"
         log.warning(
-            "the text may come to %d tokens and the model was trained on rows of %d: beyond those it usually gets "
-            "worse; to stay within, %s",
+            "the text may reach %d tokens, but the model was trained on rows of %d, and quality usually drops beyond "
+            "that; to stay within it, %s",
             prompt + max_new_tokens,
             longest,
             room,
@@ -257,13 +257,13 @@ def in_order(openings: Sequence[str], pieces: Iterator[Sequence[str | None]]) ->
 def check_prompt(prompt: str) -> None:
     """Raises ConfigError if ``prompt`` is empty or not valid text."""
     if not prompt:
-        raise ConfigError("the prompt is empty; give some text to go on from")
+        raise ConfigError("the prompt is empty; give some text to continue")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"the prompt must be text in UTF-8; character {error.start} is {prompt[error.start]!r}, half of a "
-            "surrogate pair, which also stands for bytes of a command line that are not UTF-8"
+            "surrogate pair, which may also stand for a byte of the command line that is not UTF-8"
         ) from error
 
 
@@ -335,7 +335,9 @@ def _open_run(store: Store, tokenizer: str | Path | None, eod: str | int | None)
     def load() -> Writer:
         model = load_model(checkpoint).model
         if not isinstance(model, GPTModel | T5Model):
-            raise CheckpointError(f"{store} holds a {type(model).__name__}, which writes no text; name a GPT run")
+            raise CheckpointError(
+                f"{store} holds a {type(model).__name__}, which does not generate text; give a GPT run"
+            )
         return model
 
     return TextSource(config.model, found, config.data.seq_length, load)

@@ -36,7 +36,7 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
         ConfigError: traffic of experts is not counted: they are recomputed, or as in ``moe_traffic``.
     """
     if config.model.moe is not None and config.train.recompute != "none":
-        raise ConfigError("what layers with experts exchange is not counted with train.recompute")
+        raise ConfigError("the traffic of layers with experts is not counted with train.recompute")
     model, sequence, parts = config.model, config.parallel.sequence, LayerTraffic(config, layout)
     S = config.data.seq_length // layout.context
     whole = Passes()

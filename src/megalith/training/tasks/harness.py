@@ -82,14 +82,14 @@ class _Methods:
         """Returns the stop strings, the number of tokens to generate, and the sampling parameters."""
         if unknown := gen_kwargs.keys() - _GENERATION:
             raise ConfigError(
-                f"a task asks for {', '.join(sorted(unknown))}, which is not known here; it may set "
+                f"a task sets the unknown options {', '.join(sorted(unknown))}; it may set "
                 f"{', '.join(sorted(_GENERATION))}"
             )
         room, until = self.scorer.longest, gen_kwargs.get("until") or []
         num_new = gen_kwargs.get("max_gen_toks", min(_MAX_GEN_TOKS, room - 1))
         if not 0 < num_new < room:
             raise ConfigError(
-                f"max_gen_toks must be from 1 to {room - 1}, below what the model reads at once; got {num_new}"
+                f"max_gen_toks must be from 1 to {room - 1}, below the context length of the model; got {num_new}"
             )
         return [until] if isinstance(until, str) else list(until), num_new, _sampling(gen_kwargs)
 

@@ -42,7 +42,7 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
         if config.data.fill_in_the_middle is not None:
             raise ConfigError(
                 f"data.fill_in_the_middle is for a GPT, which reads from left to right; model.{config.model.kind} sees "
-                "both sides of what is missing; leave it out"
+                "both sides of a gap; leave it out"
             )
         self.config = config
         self.tokens_per_sample = tokens_per_sample

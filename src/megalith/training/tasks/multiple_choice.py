@@ -51,7 +51,7 @@ def answer_questions(
     scores = iter(score(scorer.model, in_a_row, longest=scorer.longest, progress=progress))
     found = [[next(scores) for _ in question.choices] for question in questions]
     if any(math.isnan(each.log_likelihood) for of_one in found for each in of_one):
-        raise CheckpointError("the model gives NaN for some of the choices; evaluate an earlier checkpoint")
+        raise CheckpointError("the model returns NaN for some of the choices; evaluate an earlier checkpoint")
     whole, per_byte, per_token, cut = 0, 0, 0, 0
     for question, of_one in zip(questions, found, strict=True):
         sizes = [len(choice.encode()) for choice in question.choices]
@@ -74,6 +74,6 @@ def _refuse_unfit(choice: str, num_tokens: int, longest: int) -> None:
     if not 0 < num_tokens <= longest:
         way_out = "shorten it" if num_tokens else "begin it with a space, or move text into it from the context"
         raise DataError(
-            f"{choice} adds {num_tokens} tokens to its context, and must add from 1 to {longest}, which the model "
-            f"reads at once; {way_out}"
+            f"{choice} adds {num_tokens} tokens to its context, but must add from 1 to {longest}, the context length "
+            f"of the model; {way_out}"
         )

@@ -32,7 +32,7 @@ class PretrainBert(BertTask[BertSample]):
         ConfigError: see ``BertTask``.
     """
 
-    in_brackets = "what is to be predicted"
+    in_brackets = "tokens to predict"
     counted = "masked tokens"
 
     def __init__(self, config: RunConfig) -> None:

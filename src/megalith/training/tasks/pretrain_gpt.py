@@ -76,7 +76,9 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         assert vocab_size is not None, "preflight has settled it"
         for name in ("masking", "decoder_seq_length"):
             if getattr(config.data, name) is not None:
-                raise ConfigError(f"data.{name} is for models that fill in what is missing, as model.t5; leave it out")
+                raise ConfigError(
+                    f"data.{name} is for models that predict masked tokens, such as model.t5; leave it out"
+                )
         self.config = config
         self.tokens_per_sample = config.data.seq_length
         S = config.data.seq_length
@@ -237,7 +239,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         assert vocab_size is not None, "preflight has settled it"
         if needed > vocab_size:
             raise ConfigError(
-                f"model.vocab_size ({vocab_size}) must be at least {needed}, because data.fill_in_the_middle writes "
+                f"model.vocab_size ({vocab_size}) must be at least {needed}, because data.fill_in_the_middle uses "
                 f"special tokens of {found.tokenizer.name}; use {found.tokenizer.vocab_size}"
             )
         return found

@@ -69,7 +69,7 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
     """
 
     terms = MappingProxyType({"lm": 1.0})
-    in_brackets = "what is missing for the encoder"
+    in_brackets = "spans hidden from the encoder"
 
     def __init__(self, config: RunConfig) -> None:
         assert config.model.vocab_size is not None, "preflight has settled it"
@@ -203,6 +203,6 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
         pieces = (2 * parallel.context if parallel.context > 1 else 1) * (parallel.tensor if parallel.sequence else 1)
         if T % pieces:
             raise ConfigError(
-                f"data.decoder_seq_length ({T}) must be divisible by {pieces}, the pieces that ranks of "
-                f"parallel.context and parallel.sequence share it in; use {round_up(T, pieces)}"
+                f"data.decoder_seq_length ({T}) must be divisible by {pieces}, the number of pieces that "
+                f"parallel.context and parallel.sequence split it into; use {round_up(T, pieces)}"
             )

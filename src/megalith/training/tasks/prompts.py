@@ -27,7 +27,7 @@ def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
             raise ConfigError(f"the prompt {prompt!r:.60} has no tokens in {tokenizer.name}; leave it out")
         if positions is not None and len(tokens) >= positions:
             raise ConfigError(
-                f"the prompt {prompt!r:.60} has {len(tokens)} tokens and the model {positions} positions; shorten it"
+                f"the prompt {prompt!r:.60} has {len(tokens)} tokens, the model {positions} positions; shorten it"
             )
         encoded.append(tokens + end)
     _check_room(config, [len(tokens) for tokens in encoded])
@@ -50,7 +50,7 @@ def _check_room(config: RunConfig, lengths: list[int]) -> None:
     given = len(lengths) * columns // split
     if given > sizes.max_tokens:
         raise ConfigError(
-            f"parallel.dispatch.method=symmetric has room for {sizes.max_tokens} tokens of a rank, a micro-batch, and "
-            f"{len(lengths)} prompts of {columns} tokens, padded, bring {given} to each; use fewer or shorter prompts, "
+            f"parallel.dispatch.method=symmetric has room for {sizes.max_tokens} tokens per rank (a micro-batch), but "
+            f"{len(lengths)} prompts padded to {columns} tokens need {given} per rank; use fewer or shorter prompts, "
             "fewer max_new_tokens, a larger train.micro_batch_size, or parallel.dispatch.method=all_to_all"
         )

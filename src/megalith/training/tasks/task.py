@@ -87,7 +87,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     """
 
     counted: str = "tokens"
-    in_brackets: str = "what no loss is taken on"
+    in_brackets: str = "tokens without a loss"
     terms: Mapping[str, float]
     tokens_per_sample: int
     flops_per_sample: int
@@ -110,14 +110,14 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
 
         Raises ConfigError by default, because not every model can be split into stages.
         """
-        raise ConfigError(f"the model of {type(self).__name__} cannot be cut into stages; use parallel.pipeline=1")
+        raise ConfigError(f"the model of {type(self).__name__} cannot be split into stages; use parallel.pipeline=1")
 
     def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
         """Counts what ``stage``, by default the whole model, makes its ranks exchange in training under ``layout``.
 
         Raises ConfigError by default, because not every task counts it.
         """
-        raise ConfigError(f"{type(self).__name__} does not count what its model exchanges; give it a traffic()")
+        raise ConfigError(f"{type(self).__name__} does not count the traffic of its model; define its traffic()")
 
     def hidden_shape(self, batch: Batch, options: BuildOptions) -> tuple[int, ...]:
         """Returns this rank's shape of what a stage sends to the next for ``batch``; a task with ``costs`` needs it."""
@@ -166,8 +166,8 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         Every token that counts must count on one rank. Raises ConfigError by default: rows cannot be split.
         """
         raise ConfigError(
-            f"{type(self).__name__} does not split rows over ranks, and parallel.context is {size}; "
-            "set parallel.context=1, or give the task a context_part"
+            f"{type(self).__name__} does not split rows over ranks, but parallel.context is {size}; "
+            "set parallel.context=1, or define the task's context_part"
         )
 
     @abstractmethod
@@ -206,7 +206,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
 
         Raises ConfigError by default, because not every model writes text.
         """
-        raise ConfigError(f"{type(self).__name__} writes no text; leave train.generation out")
+        raise ConfigError(f"{type(self).__name__} does not generate text; leave train.generation out")
 
 
 AnyTask = Task[Any, Any, Any]

@@ -31,7 +31,7 @@ class TextScorer:
         """
         opened = TextSource.open(source, tokenizer, eod)
         if opened.answers:
-            raise ConfigError(f"{source} must be a GPT for the likelihood of a text; it is a model.t5; name a GPT")
+            raise ConfigError(f"{source} must be a GPT to score text; it is a model.t5; give a GPT")
         model = opened.load_model()
         assert isinstance(model, GPTModel), "of these settings"
         return cls(model, opened.tokenizer, opened.longest)

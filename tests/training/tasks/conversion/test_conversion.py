@@ -128,7 +128,7 @@ def test_modules_of_multi_token_prediction_are_left_out_and_the_logits_are_the_s
     model, precision = {"mtp": {"num_modules": 2}}, {"dtype": "float32"}
     ranks(1, run_here, settings(tmp_path, model=model, precision=precision, train={"steps": 2}), 1)
     exported = export_model(tmp_path / "run", tmp_path / "out")
-    assert exported.left_out == ("the modules of multi-token prediction (2), which logits do not depend on",)
+    assert exported.left_out == ("the multi-token prediction modules (2), which do not affect the logits",)
     assert exported.proof.max_abs_difference < 1e-5
     trained = load_model(tmp_path / "run").model
     weights = {name: tensor for name, tensor in trained.state_dict().items() if not re.search(r"layers\.[23]\.", name)}
@@ -147,7 +147,7 @@ def test_modules_in_a_folder_are_trained_on_and_the_model_without_them_is_proved
     assert ours.config.model.mtp.num_modules == 1
     assert found.num_parameters == sum(parameter.numel() for parameter in ours.model.parameters())
     exported = export_model(tmp_path / "run", tmp_path / "out")
-    assert exported.left_out == ("the modules of multi-token prediction (1), which logits do not depend on",)
+    assert exported.left_out == ("the multi-token prediction modules (1), which do not affect the logits",)
     assert exported.proof.max_abs_difference < 1e-5
     without = {name: each for name, each in tensors_in(tmp_path / "source").items() if "layers.2." not in name}
     assert_bitwise(tensors_in(tmp_path / "out"), without)
@@ -180,11 +180,11 @@ def test_models_of_other_shapes_and_what_transformers_refuses_are_one_message(tm
     write_folder(tmp_path / "source", "llama")
     write_folder(tmp_path / "other", "tied llama")
     import_model(tmp_path / "source", tmp_path / "run", with_proof=False)
-    with pytest.raises(CheckpointError, match="are not the same model: their tensors have other names or shapes"):
+    with pytest.raises(CheckpointError, match="are not the same model: the names or shapes of their tensors differ"):
         prove(tmp_path / "run", tmp_path / "other")
     described = tmp_path / "source" / "config.json"
     described.write_text(json.dumps(json.loads(described.read_text()) | {"id2label": 3}))
-    with pytest.raises(CheckpointError, match=r"transformers cannot run .*--no-proof leaves the proof out"):
+    with pytest.raises(CheckpointError, match=r"transformers cannot run .*use --no-proof to skip the proof"):
         prove(tmp_path / "run", tmp_path / "source")
 
 
@@ -198,12 +198,12 @@ def test_an_imported_run_refuses_data_of_another_tokenizer_and_does_not_forget_w
     assert here("convert", "import", tmp_path / "source", "--out", run, "--no-proof").code == 0
     few = ("train.steps=2", "train.global_batch_size=2", "checkpoint.every=2")
     refused = here("train", run, f"data.train={tmp_path / 'other'}", *few)
-    assert (refused.code, "another tokenizer than the model of" in refused.err) == (2, True), refused
+    assert (refused.code, "a different tokenizer than the model of" in refused.err) == (2, True), refused
     assert here("train", run, f"data.train={tmp_path / 'text'}", *few).code == 0
     shard = next((run / "checkpoints" / "step-00000002").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     refused = here("train", run, f"data.train={tmp_path / 'text'}", "train.steps=3", *few[1:])
-    assert (refused.code, "would begin again from the weights of" in refused.err) == (2, True), refused
+    assert (refused.code, "would start over from the weights of" in refused.err) == (2, True), refused
 
 
 def test_a_run_that_was_imported_without_a_tokenizer_names_the_way_out(tmp_path):
@@ -232,7 +232,7 @@ def test_where_no_proof_can_be_made_a_line_says_why_and_how(name, value, tmp_pat
         says = r"proof      skipped: .*pip install 'megalith\[hf\]'; then: megalith convert prove"
     else:
         monkeypatch.setattr(f"megalith.training.tasks.conversion.logit_proof.{name}", value)
-        says = r"proof      skipped: it takes .*B of memory, of which 1\.00kB are free"
+        says = r"proof      skipped: it takes .*B of memory, but only 1\.00kB are free"
     found = here("convert", "import", tmp_path / "source", "--out", tmp_path / "run")
     assert found.code == 0, found
     assert re.search(says, found.out), found.out

@@ -120,7 +120,7 @@ def test_positions_that_theirs_would_count_otherwise_are_refused(tmp_path):
     bert = OF_ROBERTA | {"position_offset": 4}
     tree = masked_settings(tmp_path / "text", train={"steps": 1}, model={"bert": bert})
     ranks(1, train, {**tree, "run": str(tmp_path / "run")})
-    with pytest.raises(ConfigError, match=r"pads with token 1, where .*=4 needs 3; train with .*position_offset=2"):
+    with pytest.raises(ConfigError, match=r"pads with token 1, but .*=4 needs 3; train with .*position_offset=2"):
         export_model(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
@@ -157,7 +157,7 @@ def test_the_binary_head_that_a_roformer_lacks_is_left_out_and_told(
     ranks(num_ranks, train_on, num_ranks, tree)
     found = here("convert", "export", tmp_path / "run", "--out", tmp_path / "hf")
     assert found.code == 0, found
-    assert "\nleft out   the binary head and its pooler, which RoFormerForMaskedLM does not have, and" in found.out
+    assert "\nleft out   the binary head and its pooler, which RoFormerForMaskedLM does not have and" in found.out
     assert "\nproof      logits of 64 random tokens" in found.out
     assert f'\nnext: transformers.RoFormerForMaskedLM.from_pretrained("{tmp_path / "hf"}")' in found.out
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)

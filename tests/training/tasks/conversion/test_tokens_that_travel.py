@@ -87,7 +87,7 @@ def test_prompts_of_a_folder_and_of_the_run_made_of_it_are_those_of_transformers
 
 def test_a_special_token_beyond_the_models_rows_is_refused_by_its_name(chat):
     opened = TextSource.open(chat)
-    with pytest.raises(ConfigError, match=r"spells '<\|end\|>', token 255, and the model reads ids below 255"):
+    with pytest.raises(ConfigError, match=r"contains '<\|end\|>', token 255, but the model only has ids below 255"):
         replace(opened, config=opened.config.model_copy(update={"vocab_size": END})).encode(
             ["q<|end|>"], special_tokens=True
         )

@@ -112,7 +112,7 @@ def test_an_imported_run_that_trains_on_data_without_a_tokenizer_keeps_its_own(t
     few = ("train.steps=1", "train.global_batch_size=1")
     found = here("train", tmp_path / "run", f"data.train={tmp_path / 'text'}", *few)
     assert found.code == 0, found
-    assert "does not say which tokenizer it is of: it must be that of" in caplog.text
+    assert "does not record which tokenizer made it; it must be that of" in caplog.text
     kept = kept_tokenizer(open_store(tmp_path / "run"))
     assert kept.sha256 == Tokenizer.load(tmp_path / "hf" / "tokenizer.json").sha256
 
@@ -129,7 +129,7 @@ def test_an_upcycled_run_keeps_them(tmp_path):
 
 def test_an_export_that_knows_no_end_says_so_in_a_line(tmp_path, caplog):
     caplog.set_level("INFO", logger="megalith")
-    said = "knows no token that ends a text, so the exported config.json names none"
+    said = "no known end-of-text token, so the exported config.json has none either"
     for name, config in (("with", {"eos_token_id": 7}), ("none", {})):
         caplog.clear()
         source = without_tokenizer(tmp_path / name / "hf", config, None)

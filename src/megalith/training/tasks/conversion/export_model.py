@@ -131,7 +131,7 @@ def _check_padding(model: TransformerConfig, family: Family, padding: int | None
     if offset and padding is not None and padding != offset - 1:
         raise ConfigError(
             f"{family.architecture} counts positions from the row after that of its padding token, and the run's "
-            f"tokenizer pads with token {padding}, where model.bert.position_offset={offset} needs {offset - 1}; train "
+            f"tokenizer pads with token {padding}, but model.bert.position_offset={offset} needs {offset - 1}; train "
             f"with model.bert.position_offset={padding + 1}"
         )
 
@@ -140,11 +140,11 @@ def _left_out(model: TransformerConfig, family: Family) -> tuple[str, ...]:
     """Describes the parts of ``model`` that ``family`` does not write."""
     found = []
     if model.mtp is not None:
-        found.append(f"the modules of multi-token prediction ({model.mtp.num_modules}), which logits do not depend on")
+        found.append(f"the multi-token prediction modules ({model.mtp.num_modules}), which do not affect the logits")
     if family.written(model) != model:
         found.append(
-            f"the binary head and its pooler, which {family.architecture} does not have, and which logits of tokens do "
-            "not depend on"
+            f"the binary head and its pooler, which {family.architecture} does not have and which do not affect the "
+            "logits of tokens"
         )
     return tuple(found)
 
@@ -156,7 +156,7 @@ def _named_classes(checkpoint: Store, model: TransformerConfig) -> dict[str, Any
     identity = (read_state(checkpoint).get("data") or {}).get("identity", {})
     names = json.loads(identity.get("classes", "[]"))  # the format of ``LabelledTexts.identity``
     if len(names) != model.bert.num_classes:
-        log.info("%s has no names of classes; the exported config.json calls them LABEL_0 and so on", checkpoint)
+        log.info("%s has no class names; the exported config.json calls them LABEL_0 and so on", checkpoint)
         return {}
     return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {x: i for i, x in enumerate(names)}}
 
@@ -170,8 +170,8 @@ def _kept(folder: Store) -> tuple[Tokenizer | None, dict[str, bytes]]:
     if not begin:
         return tokenizer, companions
     log.info(
-        "the run was trained on documents that do not begin with %r, so the exported tokenizer.json does not put it in "
-        "front of a text any more",
+        "the run was trained on documents that do not begin with %r, so the exported tokenizer.json no longer adds it "
+        "at the start of a text",
         tokenizer.decode(begin),
     )
     return tokenizer.without_beginning(), companions_without_beginning(companions)
@@ -183,8 +183,8 @@ def _without_tokenizer(companions: Mapping[str, bytes], model: TransformerConfig
         return {}
     if "eos_token_id" not in token_ids(companions):
         log.info(
-            "the run keeps no tokenizer and knows no token that ends a text, so the exported config.json names none; "
-            "set eos_token_id there, or transformers generates up to the length that it is given"
+            "the run has no tokenizer and no known end-of-text token, so the exported config.json has none either; "
+            "set eos_token_id there, or transformers always generates up to its length limit"
         )
     return {name: content for name, content in companions.items() if name == GENERATION}
 

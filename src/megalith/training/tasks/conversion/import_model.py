@@ -77,4 +77,4 @@ def import_model(
 def _proof(made: Path, folder: ForeignModel) -> LogitProof | str:
     if isinstance(folder, ModelFolder):
         return stored_proof(made, folder.store, made)
-    return "transformers cannot load a checkpoint of Megatron; compare the loss on held-out text: megalith eval"
+    return "transformers cannot load a Megatron checkpoint; compare the loss on held-out text instead: megalith eval"

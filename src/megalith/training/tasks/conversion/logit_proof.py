@@ -86,7 +86,7 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     _, _, config = open_run(run)
     written = described.family.written(without_modules(config.model))
     if state_shapes(written) != state_shapes(without_modules(described.config)):
-        raise CheckpointError(f"{run} and {folder} are not the same model: their tensors have other names or shapes")
+        raise CheckpointError(f"{run} and {folder} are not the same model: the names or shapes of their tensors differ")
     inputs = _inputs(described.config, _random_tokens(described.config, V, S))
     with torch.no_grad():
         ours = _our_logits(run, getattr(torch, described.weights.dtype), inputs)
@@ -145,7 +145,7 @@ def _their_logits(folder: ModelFolder, transformers: Any, inputs: Mapping[str, T
         logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     except Exception as error:  # transformers may raise anything, even for fields that the network does not need
         raise CheckpointError(
-            f"transformers cannot run {folder.store}: {error}; --no-proof leaves the proof out, which needs it"
+            f"transformers cannot run {folder.store}: {error}; use --no-proof to skip the proof, which needs it"
         ) from error
     finally:
         if showed:
@@ -162,5 +162,5 @@ def _why_not(folder: str | Path | Store) -> str | None:
     num_parameters = open_folder(folder).weights.num_parameters
     needed, free = _BYTES_OF_A_PARAMETER * num_parameters, free_memory_bytes()
     if free is not None and free < needed:
-        return f"it takes {quantity(needed)}B of memory, of which {quantity(free)}B are free; use a larger machine"
+        return f"it takes {quantity(needed)}B of memory, but only {quantity(free)}B are free; use a larger machine"
     return None
