@@ -110,7 +110,7 @@ def upcycle_command(
 
         found = upcycle_model(source, out, overrides, scaling=scaling, noise=noise, progress=progress)
     moe, num_shards = found.config.moe, found.config.ffn_hidden_size // found.config.expert_ffn_hidden_size
-    assert moe is not None, "it has been upcycled"
+    assert moe is not None, "an upcycled model has experts"
     reasons = "".join(f"not exact  {reason}\n" for reason in found.inexact_for)
     show_text(
         f"model      {quantity(found.num_parameters)} parameters; new ones in {found.dtype}\n"

@@ -111,7 +111,7 @@ class _Wanted:
 
         if self.origin is not None:
             return settings_from(self.origin, self.source), self.overrides
-        assert self.source is not None, "one of the two is given"
+        assert self.source is not None, "either a source or --from is given"
         return resolve_run_folder(self.source, self.overrides)
 
     def arguments(self) -> list[str]:

@@ -202,7 +202,7 @@ def _progress_of_part(progress: Callable[[int, int], None], before: int, total: 
 
 def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> None:
     """Raises DataError unless ``dataset`` matches the tokenizer and the vocabulary of the run in ``folder``."""
-    assert config.model.vocab_size is not None, "a run keeps its resolved settings"
+    assert config.model.vocab_size is not None, "set in the config.yaml of a run"
     made_with = None if dataset.sidecar is None else dataset.sidecar.tokenizer_sha256
     trained_with = _tokenizer_sha256(folder, config)
     if made_with is None or trained_with is None:

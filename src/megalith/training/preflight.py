@@ -367,6 +367,6 @@ def _with_vocabulary(config: RunConfig) -> RunConfig:
     if config.model.vocab_size is not None:
         return config
     train = _dataset(config)
-    assert train is not None, "the checks before have passed"
+    assert train is not None, "the earlier checks have passed"
     model = config.model.model_copy(update={"vocab_size": _vocabulary(config, train)})
     return config.model_copy(update={"model": model})

@@ -140,7 +140,7 @@ def _forward_backward(
         inputs = run.task.with_record(inputs_of(model, micro_batch), record.micro_batch(micro_batch))
         output = run.task.forward(model, inputs, hidden)
         if not run.pipeline.holds_output(model):
-            assert isinstance(output, Tensor), "what the next stage is given"
+            assert isinstance(output, Tensor), "all stages but the last output a tensor"
             return output
         sums = run.task.sums(output, inputs)
         total.add_(torch.stack([sums[name].detach().double() for name in coefficients]))

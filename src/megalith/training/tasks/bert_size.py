@@ -19,7 +19,7 @@ def bert_flops_per_row(config: TransformerConfig, vocab_size: int, seq_length: i
 
 def bert_costs(config: TransformerConfig, vocab_size: int, seq_length: int, num_predicted: float) -> ModelCosts:
     """Returns ``bert_flops_per_row`` by part; an embedding costs 0."""
-    assert config.bert is not None, "the settings of a BERT"
+    assert config.bert is not None, "the model is a BERT"
     H, bert = config.hidden_size, config.bert
     layers = [seq_length * layer_flops(config, index, seq_length, causal=False) for index in range(config.num_layers)]
     num_classes, predicted = (2 if bert.binary_head else 0), round(6 * num_predicted * (H * H + vocab_size * H))

@@ -64,8 +64,8 @@ class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
     """
 
     def __init__(self, config: RunConfig, predicted: float) -> None:
-        assert config.model.bert is not None, "the settings of a BERT"
-        assert config.model.vocab_size is not None, "preflight has settled it"
+        assert config.model.bert is not None, "the model is a BERT"
+        assert config.model.vocab_size is not None, "set by preflight"
         if config.data.decoder_seq_length is not None:
             raise ConfigError("data.decoder_seq_length is for model.t5; model.bert has no decoder; leave it out")
         S = config.data.seq_length

@@ -30,7 +30,7 @@ __all__ = ["bert_traffic"]
 def bert_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic:
     """Counts the traffic of ``stage`` on each rank of ``layout`` that holds it."""
     model, sequence, parts = config.model, config.parallel.sequence, LayerTraffic(config, layout)
-    assert model.bert is not None, "the settings of a BERT"
+    assert model.bert is not None, "the model is a BERT"
     S, reads_out = config.data.seq_length // layout.context, _reads_out(model)
     micro_batch = Traffic()
     if stage.has_embedding:
@@ -71,7 +71,7 @@ def _other_weights(model: TransformerConfig, bert: BertConfig, stage: Stage, seq
     found += [] if is_post else norm_weights(model, sequence)
     dense, num_classes = [Weight((H, H)), Weight((H,))], bert.num_classes or 1
     if bert.head == "pretraining":
-        assert model.vocab_size is not None, "preflight has settled it"
+        assert model.vocab_size is not None, "set by preflight"
         found += [*dense, *norm_weights(model, partial=False), Weight((model.vocab_size,), split=0)]
         found += [] if model.tie_word_embeddings else [embedding_weight(model)]  # the head has the same shape
         num_classes = 2 if bert.binary_head else 0

@@ -40,7 +40,7 @@ class FinetuneClassification(BertTask[LabelledText]):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config, predicted=0.0)
-        assert self.bert.num_classes is not None, "a rule asks for it"
+        assert self.bert.num_classes is not None, "a config rule requires it"
         self.num_classes = self.bert.num_classes
         if config.data.masking is not None:
             raise ConfigError("data.masking is for pretraining; bert.head=classification masks nothing; leave it out")
@@ -76,7 +76,7 @@ class FinetuneClassification(BertTask[LabelledText]):
 
     def class_names(self, dataset: SizedSamples[LabelledText]) -> Sequence[str]:
         """Returns the class names of the labels."""
-        assert isinstance(dataset, LabelledTexts), "what evaluation_dataset gives"
+        assert isinstance(dataset, LabelledTexts), "returned by evaluation_dataset"
         return dataset.classes
 
     def stack(self, samples: Sequence[LabelledText], rows: Sequence[int]) -> BertBatch:

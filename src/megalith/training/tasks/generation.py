@@ -75,7 +75,7 @@ class TextSource:
         folder = foreign_model(store)
         opened = _open_run(store, tokenizer, eod) if folder is None else _open_foreign(folder, tokenizer, eod)
         cls._check_writes(source, opened.config)
-        assert opened.config.vocab_size is not None, "a run keeps its resolved settings, and a folder says it"
+        assert opened.config.vocab_size is not None, "set in the config.yaml of a run and in a model folder"
         opened.tokenizer.check_fits(str(source), opened.config.vocab_size)
         if opened.answers:
             t5_tokens(opened.tokenizer)

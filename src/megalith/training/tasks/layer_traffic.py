@@ -139,7 +139,7 @@ def norm_weights(model: TransformerConfig, partial: bool, size: int | None = Non
 
 def embedding_weight(model: TransformerConfig) -> Weight:
     """Returns the word embedding table; an output projection has the same shape."""
-    assert model.vocab_size is not None, "preflight has settled it"
+    assert model.vocab_size is not None, "set by preflight"
     return Weight((model.vocab_size, model.hidden_size), split=0)
 
 
@@ -147,7 +147,7 @@ def position_weights(model: TransformerConfig, sequence: bool) -> list[Weight]:
     """Lists the table of learned positions, if the model has one."""
     if model.position_embedding_type != "learned_absolute":
         return []
-    assert model.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
+    assert model.max_position_embeddings is not None, "always set with learned positions"
     return [Weight((model.position_offset + model.max_position_embeddings, model.hidden_size), partial=sequence)]
 
 

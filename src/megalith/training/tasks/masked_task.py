@@ -32,7 +32,7 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
     """
 
     def __init__(self, config: RunConfig, costs: ModelCosts, tokens_per_sample: int) -> None:
-        assert config.model.vocab_size is not None, "preflight has settled it"
+        assert config.model.vocab_size is not None, "set by preflight"
         for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
             if getattr(config.data, name):
                 raise ConfigError(
@@ -62,7 +62,7 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
         if self._tokenizer is not None:
             return self._tokenizer
         tokenizer, given = load_tokenizer(self.config), self.config.model.vocab_size
-        assert given is not None, "preflight has settled it"
+        assert given is not None, "set by preflight"
         if tokenizer.vocab_size > given:
             raise ConfigError(
                 f"model.vocab_size ({given}) must be at least the {tokenizer.vocab_size} entries of {tokenizer.name}, "

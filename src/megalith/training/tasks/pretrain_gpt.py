@@ -73,7 +73,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
 
     def __init__(self, config: RunConfig) -> None:
         vocab_size = config.model.vocab_size
-        assert vocab_size is not None, "preflight has settled it"
+        assert vocab_size is not None, "set by preflight"
         for name in ("masking", "decoder_seq_length"):
             if getattr(config.data, name) is not None:
                 raise ConfigError(
@@ -104,7 +104,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
 
     def costs(self) -> ModelCosts:
         """Returns the FLOPs per token."""
-        assert self.config.model.vocab_size is not None, "preflight has settled it"
+        assert self.config.model.vocab_size is not None, "set by preflight"
         return stage_costs(self.config.model, self.config.model.vocab_size, self.config.data.seq_length)
 
     def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
@@ -236,7 +236,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             return None
         found = FillInTheMiddle.of(load_tokenizer(self.config), settings)
         needed = 1 + max(found.prefix, found.middle, found.suffix)
-        assert vocab_size is not None, "preflight has settled it"
+        assert vocab_size is not None, "set by preflight"
         if needed > vocab_size:
             raise ConfigError(
                 f"model.vocab_size ({vocab_size}) must be at least {needed}, because data.fill_in_the_middle uses "

@@ -72,7 +72,7 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
     in_brackets = "spans hidden from the encoder"
 
     def __init__(self, config: RunConfig) -> None:
-        assert config.model.vocab_size is not None, "preflight has settled it"
+        assert config.model.vocab_size is not None, "set by preflight"
         self.masking = config.data.masking or MaskingConfig()
         S, given = config.data.seq_length, config.data.decoder_seq_length
         self.decoder_seq_length = given or round_up(decoder_length(S, self.masking.probability), _MULTIPLE)

@@ -14,7 +14,7 @@ __all__ = ["t5_costs"]
 
 def t5_costs(config: TransformerConfig, vocab_size: int, seq_length: int, decoder_seq_length: int) -> ModelCosts:
     """Returns model FLOPs of training on such a row, forward and backward, by part; an embedding costs 0."""
-    assert config.t5 is not None, "the settings of a T5"
+    assert config.t5 is not None, "the model is a T5"
     Se, Sd, H = seq_length, decoder_seq_length, config.hidden_size
     queries, keys = (heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
     cross = 3 * (2 * (Sd * 2 * H * queries + Se * 2 * H * keys) + 4 * queries * Se * Sd)

@@ -52,7 +52,7 @@ def t5_traffic(config: RunConfig, layout: Layout, stage: Stage, decoder_seq_leng
 
 def _stacks(model: TransformerConfig) -> dict[str, range]:
     """Returns the layers of each stack, in the numbering of stages."""
-    assert model.t5 is not None, "the settings of a T5"
+    assert model.t5 is not None, "the model is a T5"
     Le, Ld = model.num_layers, model.t5.num_decoder_layers
     return {"encoder": range(Le), "decoder": range(Le, Le + Ld)}
 

@@ -35,7 +35,7 @@ class _RunTextWriter(ABC):
     answers: ClassVar[bool]
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        assert config.train.generation is not None, "asked for by a run with train.generation"
+        assert config.train.generation is not None, "only used with train.generation"
         self.settings = config.train.generation
         self.prompts = encode_prompts(config, tokenizer)
         self.tokenizer = tokenizer

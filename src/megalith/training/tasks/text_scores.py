@@ -33,7 +33,7 @@ class TextScorer:
         if opened.answers:
             raise ConfigError(f"{source} must be a GPT to score text; it is a model.t5; give a GPT")
         model = opened.load_model()
-        assert isinstance(model, GPTModel), "of these settings"
+        assert isinstance(model, GPTModel), "neither a BERT nor a T5"
         return cls(model, opened.tokenizer, opened.longest)
 
     def encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

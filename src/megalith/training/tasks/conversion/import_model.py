@@ -54,7 +54,7 @@ def import_model(
     folder = foreign_model(source) or open_folder(source)
     tokenizer = folder.tokenizer(eod)
     if tokenizer is not None:
-        assert folder.config.vocab_size is not None, "a folder says it"
+        assert folder.config.vocab_size is not None, "a model folder specifies it"
         tokenizer.check_fits(str(folder.store), folder.config.vocab_size)
     settings = usual_settings(folder.config, folder.num_positions, folder.weights.dtype) | {"run": str(out.absolute())}
     config = load_run(settings)

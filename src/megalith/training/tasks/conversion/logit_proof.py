@@ -82,7 +82,7 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     transformers: Any = optional.need("transformers")
     described = open_folder(folder)
     V, S = described.config.vocab_size, min(_LONGEST, described.num_positions)
-    assert V is not None, "every config.json says it"
+    assert V is not None, "every config.json specifies it"
     _, _, config = open_run(run)
     written = described.family.written(without_modules(config.model))
     if state_shapes(written) != state_shapes(without_modules(described.config)):
