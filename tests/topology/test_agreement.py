@@ -84,7 +84,7 @@ def test_an_unforeseen_error_keeps_its_type_and_traceback_and_ends_the_others(er
     assert has_traceback
     name = type(error).__name__
     assert other.startswith("RankFailedError(")
-    assert f"rank 1 failed with {name}: {error}; its traceback is on its own output" in other.replace('\\"', '"')
+    assert f"rank 1 failed with {name}: {error}; its traceback is in that rank's output" in other.replace('\\"', '"')
 
 
 def reads_ahead(failing_step: int) -> tuple[int, str]:

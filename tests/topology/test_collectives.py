@@ -160,8 +160,8 @@ def refused(region: Callable[..., Tensor], shape: tuple[int, ...], *args: object
         (c.gather_from_sequence_parallel_region, (), (), "got a scalar"),
         (c.reduce_scatter_to_sequence_parallel_region, (), (), "got a scalar"),
         (c.all_to_all, (3, 4), (), "dimension 0 of [3, 4] must be divisible"),
-        (c.all_to_all, (4, 4), ([2, 2], [1, 2]), "summing to its 4 rows; got input_split_sizes=[1, 2]"),
-        (c.all_to_all, (4, 4), ([2, 1, 1], [2, 2]), "must be 2 counts each"),
+        (c.all_to_all, (4, 4), ([2, 2], [1, 2]), "must sum to 4 rows; got input_split_sizes=[1, 2]"),
+        (c.all_to_all, (4, 4), ([2, 1, 1], [2, 2]), "must be 2 non-negative counts each"),
         (c.all_to_all, (4, 4), ([5, -1], [2, 2]), "output_split_sizes=[5, -1]"),
     ],
 )

@@ -139,7 +139,7 @@ def a_part_of_the_world() -> tuple[list[int], int] | str:
 
 
 def test_a_job_may_lay_out_some_ranks_of_a_world():
-    outside = "a rank of this grid must be in [1, 3); got "
+    outside = "rank must be in [1, 3); got "
     assert ranks(4, a_part_of_the_world) == [f"{outside}0", (3, 1), (3, 1), f"{outside}3"]
 
 
@@ -178,19 +178,19 @@ REFUSALS = [
     ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 0}, "got 0 with 2"),
     (
         {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
-        "hierarchical sizes must be positive integers whose product is the 4 ranks of cp; got [2, 3]",
+        "hierarchical sizes must be positive integers whose product is 4, the size of cp; got [2, 3]",
     ),
-    ({"hierarchical_context_parallel_sizes": [0, 2]}, "product is the 1 ranks of cp; got [0, 2]"),
+    ({"hierarchical_context_parallel_sizes": [0, 2]}, "product is 1, the size of cp; got [0, 2]"),
     (
         {"num_distributed_optimizer_instances": 3},
-        "num_distributed_optimizer_instances (3) must divide the data-parallel ranks of dense weights (4) and of "
-        "experts (4); use 1, 2, 4",
+        "num_distributed_optimizer_instances (3) must divide the data-parallel sizes of dense weights (4) and of "
+        "expert weights (4); use 1, 2, 4",
     ),
     ({"num_distributed_optimizer_instances": 0}, "num_distributed_optimizer_instances (0) must divide"),
-    ({"num_distributed_optimizer_instances": 4, "expert_model_parallel_size": 2}, "of experts (2); use 1, 2"),
+    ({"num_distributed_optimizer_instances": 4, "expert_model_parallel_size": 2}, "of expert weights (2); use 1, 2"),
     (
         {"num_distributed_optimizer_instances": 2, "context_parallel_size": 2, "order": "tp-dp-cp-ep-pp"},
-        "would not hold the same ranks for dense and expert weights; put dp after cp and ep in the order",
+        "would not have the same ranks for dense and expert weights; put dp after cp and ep in the order",
     ),
     ({"tensor_model_parallel_size": 2, "order": "cp-dp-pp"}, "without tp (tp has size 2); add it"),
     ({"order": "tp-xp-dp"}, "got 'xp' in 'tp-xp-dp'"),
@@ -201,7 +201,7 @@ REFUSALS = [
     ({"distributed_timeout_minutes": 0}, "timeout must be positive; got 0.0 s"),
     (
         {"get_embedding_ranks": lambda pp_ranks: [sum(pp_ranks) + 1]},
-        "get_embedding_ranks must return one or more different ranks of",
+        "get_embedding_ranks must return one or more distinct ranks of",
     ),
     ({"group_options": {"zz": GroupOptions()}}, "got 'zz'"),
     ({"rank_offset": 1, "local_world_size": 4}, "rank_offset (1) must be in [0, 0], so that the 4 ranks of the grid"),
@@ -235,11 +235,11 @@ def initialize_twice() -> str:
 
 def test_a_second_initialisation_is_refused():
     assert ranks(1, initialize_twice) == [
-        "model parallelism is initialised already; call destroy_model_parallel() first"
+        "model parallelism is already initialized; call destroy_model_parallel() first"
     ]
 
 
 def test_without_torch_distributed_there_is_nothing_to_lay_out():
-    with pytest.raises(TopologyError, match=r"torch.distributed is not initialised; call .*init_process_group first"):
+    with pytest.raises(TopologyError, match=r"torch.distributed is not initialized; call .*init_process_group first"):
         initialize_model_parallel()
     destroy_model_parallel()

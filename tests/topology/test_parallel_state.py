@@ -86,7 +86,7 @@ def test_instances_of_the_optimizer_are_contiguous_parts_of_dp_and_cp():
         assert parallel_state.get_inter_distributed_optimizer_instance_group() == [5, 13]
         assert parallel_state.get_intra_distributed_optimizer_instance_group() == [*range(8, 16)]
         assert parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True) == [9, 11, 13, 15]
-        with pytest.raises(TopologyError, match="spans cp as well; give with_context_parallel=True"):
+        with pytest.raises(TopologyError, match="also spans cp; pass with_context_parallel=True"):
             parallel_state.get_data_parallel_group(partial_data_parallel=True)
 
 
@@ -94,7 +94,10 @@ def test_levels_of_context_parallelism_are_those_of_the_script():
     script = ScriptOptions(hierarchical_context_parallel_sizes=(4, 2))
     with use(state_of(13, script, tensor=2, context=8)):
         assert parallel_state.get_hierarchical_context_parallel_groups() == [[9, 11, 13, 15], [5, 13]]
-    with use(state_of(13)), pytest.raises(TopologyError, match=r"no levels; give .*hierarchical_context_parallel_siz"):
+    with (
+        use(state_of(13)),
+        pytest.raises(TopologyError, match=r"not hierarchical; call .*hierarchical_context_parallel_siz"),
+    ):
         parallel_state.get_hierarchical_context_parallel_groups()
 
 
@@ -133,9 +136,9 @@ def test_the_embedding_is_on_the_first_and_last_stage_and_positions_on_the_first
     with use(state_of(1, **FOUR_STAGES)):
         assert parallel_state.get_position_embedding_group() is None
     with use(state_of(5, **FOUR_STAGES)):
-        with pytest.raises(TopologyError, match=r"rank 5 is not in the group embd of ranks \[1, 13\]; ask"):
+        with pytest.raises(TopologyError, match=r"rank 5 is not in the group embd of ranks \[1, 13\]; request it"):
             parallel_state.get_embedding_group()
-        with pytest.raises(TopologyError, match=r"rank 5 is not in the group pos_embd of ranks \[1\]; ask"):
+        with pytest.raises(TopologyError, match=r"rank 5 is not in the group pos_embd of ranks \[1\]; request it"):
             parallel_state.get_position_embedding_group()
     with use(state_of(3, tensor=2)):  # one stage
         assert parallel_state.is_rank_in_embedding_group()
@@ -159,9 +162,7 @@ def test_a_script_says_which_stages_hold_the_embedding():
 def test_ranks_outside_of_the_pipeline_hold_no_embedding(chosen):
     for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
         script = ScriptOptions(**{name: lambda pp_ranks: chosen})
-        with pytest.raises(
-            TopologyError, match=rf"{name} must return one or more different ranks of \[1, 5, 9, 13\]; "
-        ):
+        with pytest.raises(TopologyError, match=rf"{name} must return one or more distinct ranks of \[1, 5, 9, 13\]; "):
             state_of(1, script, **FOUR_STAGES)
 
 
@@ -236,7 +237,7 @@ def test_accessors_speak_of_the_innermost_state():
 def test_outside_of_use_no_state_is_current():
     with pytest.raises(RuntimeError, match="inside"), use(ParallelState(RankGrid(1))):
         raise RuntimeError("inside")
-    with pytest.raises(TopologyError, match=r"no parallel state is current; wanted: initialize.*with use"):
+    with pytest.raises(TopologyError, match=r"no current parallel state; call initialize.*with use"):
         parallel_state.get_data_parallel_rank()
     assert not parallel_state.model_parallel_is_initialized()
 

@@ -44,5 +44,5 @@ def test_of_a_pipeline_the_rank_with_the_last_stage_speaks(output_rank, speaks):
 @pytest.mark.parametrize("family", ["dense", "expert"])
 @pytest.mark.parametrize("mesh", [ProcessGroupCollection.weight_mesh, ProcessGroupCollection.data_mesh])
 def test_without_torch_distributed_there_is_no_mesh(mesh, family):
-    with pytest.raises(TopologyError, match=r"need a device mesh.*start it under torchrun"):
+    with pytest.raises(TopologyError, match=r"need a device mesh.*start the process with torchrun"):
         mesh(ProcessGroupCollection.single(), family)

@@ -181,7 +181,7 @@ def test_a_group_is_found_in_a_world_of_131072_ranks_without_walking_it():
         (8, {"tensor": 2, "shard": 3}, r"= 6 must be world_size \(8\); use shard=4, or -1"),
         (8, {"tensor": 2, "shard": 8}, r"x shard \(8\) = 16 must be world_size \(8\)"),
         (8, {"expert": 3}, r"expert_tensor \(1\) x expert \(3\) x pipeline \(1\) = 3 must divide world_size \(8\)"),
-        (8, {"order": "tp-xp-dp"}, r"order must be of tp, cp, ep, dp, pp.*got 'xp' in 'tp-xp-dp'"),
+        (8, {"order": "tp-xp-dp"}, r"order must consist of tp, cp, ep, dp, pp.*got 'xp' in 'tp-xp-dp'"),
         (8, {"order": ""}, r"got '' in ''"),
         (8, {"order": "tp-dp-tp"}, r"each axis once; got 'tp' repeated"),
         (8, {"tensor": 2, "order": "cp-dp-pp"}, r"'cp-dp-pp' without tp \(tp has size 2\); add it"),
@@ -198,7 +198,7 @@ def test_wrong_sizes_and_orders_are_refused(world_size, sizes, message):
 
 @pytest.mark.parametrize("axes", ["", "xp", "tp-", "tp-ep", "dp-edp", "TP", "tp cp"])
 def test_axes_of_no_factorisation_are_refused(axes):
-    with pytest.raises(TopologyError, match=rf"axes must be of one factorisation.*got '{axes}'"):
+    with pytest.raises(TopologyError, match=rf"axes must be .* names from one factorization.*got '{axes}'"):
         RankGrid(8, tensor=2).groups(axes)
 
 
@@ -251,7 +251,7 @@ def test_levels_partition_the_world_and_from_level_to_level_reach_the_whole_grou
 
 @pytest.mark.parametrize("sizes", [[2, 2], [3], [0, 8], [-2, -4], [2, 4.0], [True, 8], []])
 def test_levels_that_do_not_make_up_the_group_are_refused(sizes):
-    with pytest.raises(TopologyError, match=r"positive integers whose product is the 8 ranks of cp; got \["):
+    with pytest.raises(TopologyError, match=r"positive integers whose product is 8, the size of cp; got \["):
         RankGrid(16, context=8).hierarchical_groups_of("cp", sizes, rank=0)
 
 

@@ -220,7 +220,7 @@ def test_one_process_without_torch_distributed_is_single():
 
 
 def test_a_grid_of_another_world_is_refused():
-    with pytest.raises(TopologyError, match=r"the grid is of 4 ranks, and this world has 1; start 4 processes"):
+    with pytest.raises(TopologyError, match=r"the grid has 4 ranks, but the world size is 1; start 4 processes"):
         ParallelState(RankGrid(4))
     with pytest.raises(TopologyError, match=r"in \[0, 4\); got 4"):
         ParallelState(RankGrid(4), rank=4)
@@ -234,7 +234,7 @@ def other_ranks_group() -> str:
 
 def test_the_groups_of_another_rank_are_refused():
     assert (
-        "the groups of rank 1 can be made on that rank only, and this process is rank 0"
+        "the groups of rank 1 can be created only on that rank, but this process is rank 0"
         in ranks(2, other_ranks_group)[0]
     )
 
@@ -288,7 +288,7 @@ def test_the_same_ranks_with_other_options_are_another_group():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"xp": GroupOptions()}, r"axes must be of one factorisation.*got 'xp'"),
+        ({"xp": GroupOptions()}, r"axes must be .* names from one factorization.*got 'xp'"),
         ({"dp-cp": GroupOptions(), "cp-dp": GroupOptions()}, r"name each group once; got 'cp-dp' a second time"),
     ],
 )
@@ -325,11 +325,11 @@ def offsets_refused() -> list[str]:
 
 def test_a_part_of_the_world_that_is_none_is_refused():
     outside, below, large, unsaid, elsewhere = ranks(2, offsets_refused)[0]
-    assert outside == "rank_offset (2) must be in [0, 1], so that the 1 ranks of the grid are in this world of 2"
+    assert outside == "rank_offset (2) must be in [0, 1], so that the 1 ranks of the grid fit in this world of 2"
     assert "rank_offset (-1) must be in [0, 1]" in below
-    assert "the grid is of 3 ranks, and this world has 2; start 3 processes" in large
-    assert "the grid is of 1 ranks, and this world has 2" in unsaid
-    assert elsewhere == "a rank of this grid must be in [1, 2); got 0"
+    assert "the grid has 3 ranks, but the world size is 2; start 3 processes" in large
+    assert "the grid has 1 ranks, but the world size is 2" in unsaid
+    assert elsewhere == "rank must be in [1, 2); got 0"
 
 
 def known_groups() -> int:

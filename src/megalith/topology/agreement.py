@@ -94,7 +94,7 @@ class Attempt:
             raise self.error
         for number, failure in enumerate(failures):
             if failure is not None and failure.kind is None:
-                text = f"rank {number} failed with {failure.text}; its traceback is on its own output"
+                text = f"rank {number} failed with {failure.text}; its traceback is in that rank's output"
                 raise everywhere(RankFailedError(text)) from self.error
         if verdict := _verdict(failures, action):
             raise verdict from self.error

@@ -156,7 +156,7 @@ class Travelling:
 
     def wait(self) -> None:
         """Waits for the exchange that ``start`` began."""
-        assert self.work is not None, "it has begun"
+        assert self.work is not None, "the exchange has not started"
         self.work.wait()
         self.work = None
 
@@ -195,7 +195,7 @@ def _split_sizes(
     received = [_part(x, W, 0)] * W if output_split_sizes is None else list(output_split_sizes)
     if len(sent) != W or len(received) != W or min(sent + received) < 0 or sum(sent) != x.shape[0]:
         raise ShapeError(
-            f"split sizes must be {W} counts each, those of the input summing to its {x.shape[0]} rows; "
+            f"split sizes must be {W} non-negative counts each, and input_split_sizes must sum to {x.shape[0]} rows; "
             f"got input_split_sizes={sent} and output_split_sizes={received}"
         )
     return sent, received
@@ -225,7 +225,7 @@ class _Arrival(torch.autograd.Function):
         ctx.travelling = travelling
         travelling.wait()
         rows, travelling.arriving = travelling.arriving, None
-        assert rows is not None, "it has begun, and ends once"
+        assert rows is not None, "the exchange has not started, or has already ended"
         return rows
 
     @staticmethod
@@ -306,4 +306,4 @@ def _part(x: Tensor, W: int, dim: int) -> int:
 
 def _check_dims(x: Tensor) -> None:
     if x.dim() == 0:
-        raise ShapeError("a tensor with a dimension to split or join is wanted; got a scalar; give it one: x[None]")
+        raise ShapeError("the tensor must have a dimension to split or gather; got a scalar; add one: x[None]")

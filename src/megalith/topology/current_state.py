@@ -61,8 +61,8 @@ def current_parallel_state() -> ParallelState:
     """Returns the state of the innermost ``use`` or of ``initialize_model_parallel``. Raises TopologyError if none."""
     if _current.state is None:
         raise TopologyError(
-            "no parallel state is current; wanted: initialize_model_parallel(tensor_model_parallel_size=...), or "
-            "with use(ParallelState(RankGrid(world_size, tensor=...))): ..."
+            "there is no current parallel state; call initialize_model_parallel(tensor_model_parallel_size=...), or "
+            "use: with use(ParallelState(RankGrid(world_size, tensor=...))): ..."
         )
     return _current.state
 
@@ -148,9 +148,9 @@ def current_vp_stage() -> int | None:
 
 def _check_ready() -> None:
     if _current.state is not None:
-        raise TopologyError("model parallelism is initialised already; call destroy_model_parallel() first")
+        raise TopologyError("model parallelism is already initialized; call destroy_model_parallel() first")
     if not dist.is_initialized():
-        raise TopologyError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        raise TopologyError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
 
 
 def _grid(world: int, degrees: Degrees, num_instances: int, order: str) -> RankGrid:
@@ -160,15 +160,15 @@ def _grid(world: int, degrees: Degrees, num_instances: int, order: str) -> RankG
     fitting = [number for number in divisors(dp) if edp % number == 0]
     if type(num_instances) is not int or num_instances not in fitting:
         raise TopologyError(
-            f"num_distributed_optimizer_instances ({num_instances!r}) must divide the data-parallel ranks of dense "
-            f"weights ({dp}) and of experts ({edp}); use {', '.join(map(str, fitting))}"
+            f"num_distributed_optimizer_instances ({num_instances!r}) must divide the data-parallel sizes of dense "
+            f"weights ({dp}) and of expert weights ({edp}); use {', '.join(map(str, fitting))}"
         )
     replicated: Degrees = {**degrees, "replicate": num_instances}
     grid = RankGrid(world, **replicated, order=order)
     first, whole = grid.group_of("dp_shard-cp", 0), grid.group_of("dp-cp", 0)
     if grid.group_of("dp_replicate", 0) != grid.group_of("edp_replicate", 0) or first != whole[: len(first)]:
         raise TopologyError(
-            f"with order {order!r} the {num_instances} instances of the distributed optimizer would not hold the same "
+            f"with order {order!r} the {num_instances} instances of the distributed optimizer would not have the same "
             "ranks for dense and expert weights; put dp after cp and ep in the order"
         )
     return grid

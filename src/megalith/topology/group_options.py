@@ -75,14 +75,15 @@ class GroupOptions:
         for backend in backends:
             if not dist.is_backend_available(backend):
                 raise TopologyError(
-                    f"backend must be one that this torch has, or several as in 'cpu:gloo,cuda:nccl'; got {backend!r}"
+                    "backend must be available in this build of torch, or a list such as 'cpu:gloo,cuda:nccl'; "
+                    f"got {backend!r}"
                 )
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise TopologyError(f"timeout must be positive; got {self.timeout.total_seconds()} s")
         if self.nccl is not None and not self._is_nccl():
             raise TopologyError(
-                f"nccl options need the backend nccl, and this group's is {self.backend or _default_backend()}; "
-                "leave them out, or give backend='nccl'"
+                f"nccl options need the nccl backend; this group's backend is {self.backend or _default_backend()}; "
+                "leave them out, or set backend='nccl'"
             )
 
     def _is_nccl(self) -> bool:

@@ -208,7 +208,8 @@ def get_hierarchical_context_parallel_groups() -> list[ProcessGroup | None]:
     state = current_parallel_state()
     if (sizes := state.script.hierarchical_context_parallel_sizes) is None:
         raise TopologyError(
-            "context parallelism has no levels; give initialize_model_parallel(hierarchical_context_parallel_sizes=...)"
+            "context parallelism is not hierarchical; call "
+            "initialize_model_parallel(hierarchical_context_parallel_sizes=...)"
         )
     return state.hierarchical_groups("cp", sizes)
 
@@ -321,7 +322,7 @@ def _data_axes(with_context_parallel: bool, partial: bool = False) -> str:
     if not partial:
         return "dp-cp" if with_context_parallel else "dp"
     if not with_context_parallel:
-        raise TopologyError("an optimizer's instance spans cp as well; give with_context_parallel=True")
+        raise TopologyError("an instance of the distributed optimizer also spans cp; pass with_context_parallel=True")
     return "dp_shard-cp"
 
 

@@ -94,8 +94,8 @@ class ProcessGroupCollection:
         mesh = self.mesh if family == "dense" else self.expert_mesh
         if mesh is None:
             raise TopologyError(
-                "DTensor and FSDP2 need a device mesh, and this collection is of a process without torch.distributed; "
-                "start it under torchrun, or call init_process_group and take ParallelState(grid).collection()"
+                "DTensor and FSDP2 need a device mesh, but this collection was built without torch.distributed; "
+                "start the process with torchrun, or call init_process_group and use ParallelState(grid).collection()"
             )
         return mesh
 

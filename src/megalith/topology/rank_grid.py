@@ -54,7 +54,7 @@ class RankGrid:
         self._factorisations = [_strides(table, tokens, sizes) for table in (_DENSE, _EXPERT)]
         if layout.pipeline > 1 and len({strides["pp"] for strides in self._factorisations}) > 1:
             raise TopologyError(
-                f"the stages of a pipeline must hold the same ranks for dense and expert weights; with order {order!r} "
+                f"the stages of a pipeline must have the same ranks for dense and expert weights; with order {order!r} "
                 f"and sizes {sizes} they do not; put pp last in the order"
             )
 
@@ -93,7 +93,7 @@ class RankGrid:
         """
         if any(type(size) is not int or size < 1 for size in sizes) or prod(sizes) != self.size(axes):
             raise TopologyError(
-                f"hierarchical sizes must be positive integers whose product is the {self.size(axes)} ranks of {axes}; "
+                f"hierarchical sizes must be positive integers whose product is {self.size(axes)}, the size of {axes}; "
                 f"got {list(sizes)}"
             )
         members, index = self.group_of(axes, rank), self.position(axes, rank)
@@ -128,8 +128,8 @@ class RankGrid:
             if wanted <= strides.keys():
                 return strides, [name for name in strides if name in wanted]
         raise TopologyError(
-            f"axes must be of one factorisation, of {', '.join(_axes(_DENSE))} (or dp) or of "
-            f"{', '.join(_axes(_EXPERT))} (or edp), joined by hyphens; got {axes!r}"
+            f"axes must be hyphen-separated names from one factorization: {', '.join(_axes(_DENSE))} (or dp), or "
+            f"{', '.join(_axes(_EXPERT))} (or edp); got {axes!r}"
         )
 
     def _coordinate(self, name: str, strides: Mapping[str, int], rank: int) -> int:
@@ -142,7 +142,7 @@ class RankGrid:
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
-            raise TopologyError(f"a rank of this world must be in [0, {self.world_size}); got {rank}")
+            raise TopologyError(f"rank must be in [0, {self.world_size}); got {rank}")
 
 
 def _sizes(layout: Layout) -> dict[str, int]:
@@ -164,7 +164,9 @@ def _parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
     """Returns the tokens of ``order``, followed by those left out because all their axes have size 1."""
     tokens = order.split("-")
     if unknown := [token for token in tokens if token not in _DENSE]:
-        raise TopologyError(f"order must be of {', '.join(_DENSE)}, joined by hyphens; got {unknown[0]!r} in {order!r}")
+        raise TopologyError(
+            f"order must consist of {', '.join(_DENSE)}, joined by hyphens; got {unknown[0]!r} in {order!r}"
+        )
     if repeated := [token for token in tokens if tokens.count(token) > 1]:
         raise TopologyError(f"order must name each axis once; got {repeated[0]!r} repeated in {order!r}")
     missing = [token for token in _DENSE if token not in tokens]
@@ -172,7 +174,7 @@ def _parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
         for name in _DENSE[token] + _EXPERT[token]:
             if sizes[name] > 1:
                 raise TopologyError(
-                    f"order must name every axis of size above 1; got {order!r} without {token} ({name} has size "
+                    f"order must name every axis larger than 1; got {order!r} without {token} ({name} has size "
                     f"{sizes[name]}); add it, as in 'tp-cp-ep-dp-pp'"
                 )
     return tokens + missing

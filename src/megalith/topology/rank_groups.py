@@ -68,8 +68,7 @@ class ParallelState:
         self._place = self.global_rank - self.rank_offset
         if not 0 <= self._place < grid.world_size:
             raise TopologyError(
-                f"a rank of this grid must be in [{self.rank_offset}, {self.rank_offset + grid.world_size}); "
-                f"got {self.global_rank}"
+                f"rank must be in [{self.rank_offset}, {self.rank_offset + grid.world_size}); got {self.global_rank}"
             )
         self.script = script or ScriptOptions()
         self.script.check(grid)
@@ -165,7 +164,7 @@ class ParallelState:
     def _group_of_some(self, ranks: list[int], name: str) -> ProcessGroup | None:
         if self.global_rank not in ranks:
             raise TopologyError(
-                f"rank {self.global_rank} is not in the group {name} of ranks {ranks}; ask for it on those ranks only"
+                f"rank {self.global_rank} is not in the group {name} of ranks {ranks}; request it only on those ranks"
             )
         return self._made_unless_alone(sorted(ranks), frozenset({name}))
 
@@ -177,7 +176,7 @@ class ParallelState:
         if not dist.is_initialized() or dist.get_rank() != self.global_rank:
             here = f"rank {dist.get_rank()}" if dist.is_initialized() else "outside torch.distributed"
             raise TopologyError(
-                f"the groups of rank {self.global_rank} can be made on that rank only, and this process is {here}; "
+                f"the groups of rank {self.global_rank} can be created only on that rank, but this process is {here}; "
                 f"call torch.distributed.init_process_group first, and leave rank=None"
             )
         options = self._options.get(axes, GroupOptions())
@@ -194,13 +193,13 @@ def _check_world(grid: RankGrid, rank_offset: int | None) -> None:
     room = world - grid.world_size
     if room < 0 or (room > 0 and rank_offset is None):
         raise TopologyError(
-            f"the grid is of {grid.world_size} ranks, and this world has {world}; start {grid.world_size} "
+            f"the grid has {grid.world_size} ranks, but the world size is {world}; start {grid.world_size} "
             f"processes (torchrun --nproc-per-node), or change the layout"
         )
     if rank_offset is not None and not 0 <= rank_offset <= room:
         raise TopologyError(
-            f"rank_offset ({rank_offset}) must be in [0, {room}], so that the {grid.world_size} ranks of the grid are "
-            f"in this world of {world}"
+            f"rank_offset ({rank_offset}) must be in [0, {room}], so that the {grid.world_size} ranks of the grid "
+            f"fit in this world of {world}"
         )
 
 

@@ -44,7 +44,7 @@ class ScriptOptions:
         if virtual is not None and (type(virtual) is not int or virtual < 1 or stages == 1):
             raise TopologyError(
                 "virtual_pipeline_model_parallel_size must be a positive integer, with pipeline_model_parallel_size "
-                f"above 1; got {virtual!r} with {stages}; use None for stages that hold one part of the model"
+                f"above 1; got {virtual!r} with {stages}; use None for one model chunk per stage"
             )
         if (sizes := self.hierarchical_context_parallel_sizes) is not None:
             grid.hierarchical_groups_of("cp", sizes, rank=0)
@@ -53,9 +53,7 @@ class ScriptOptions:
         """Returns ``vp_stage``. Raises TopologyError unless it is one of the model chunks of a stage."""
         parts = self.virtual_pipeline_model_parallel_size or 1
         if vp_stage is None or not 0 <= vp_stage < parts:
-            raise TopologyError(
-                f"vp_stage must be in [0, {parts}), the parts of the model that a stage holds; got {vp_stage}"
-            )
+            raise TopologyError(f"vp_stage must be in [0, {parts}), the model chunks of a stage; got {vp_stage}")
         return vp_stage
 
     def embedding_ranks(self, pp_ranks: list[int]) -> list[int]:
@@ -69,5 +67,5 @@ class ScriptOptions:
 
 def _some_of(pp_ranks: list[int], chosen: Sequence[int], name: str) -> list[int]:
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(pp_ranks):
-        raise TopologyError(f"{name} must return one or more different ranks of {pp_ranks}; got {list(chosen)}")
+        raise TopologyError(f"{name} must return one or more distinct ranks of {pp_ranks}; got {list(chosen)}")
     return list(chosen)
