@@ -49,7 +49,9 @@ def refused_partial() -> str:
 
 def test_a_placement_that_is_no_box_is_refused_by_name_with_the_way_out():
     for text in ranks(2, refused_partial):
-        assert text == "w: a tensor placed P(sum) has no range of its own; redistribute it to Shard first"
+        assert (
+            text == "w: a tensor with placement P(sum) has no contiguous range per rank; redistribute it to Shard first"
+        )
 
 
 def wrong_local_size() -> str:
@@ -63,7 +65,7 @@ def wrong_local_size() -> str:
 
 def test_a_local_tensor_of_another_size_than_its_placements_say_is_refused():
     for text in ranks(2, wrong_local_size):
-        assert "of shape [4, 2] this rank should hold [2, 2] by its placements, and its local tensor is [3, 2]" in text
+        assert "must have shape [2, 2], this rank's part of [4, 2] according to its placements; got [3, 2]" in text
 
 
 def test_overlaps_and_places():
@@ -123,5 +125,5 @@ def test_the_work_grows_with_the_boxes_and_not_with_their_pairs_and_many_dimensi
 
     assert lines(32) < 5 * lines(16)  # four times the boxes, sixteen times the pairs
     half = Box(((0, 1),) * 9)
-    with pytest.raises(CheckpointError, match="cut along at most 8 dimensions; got 9"):
+    with pytest.raises(CheckpointError, match="split along at most 8 dimensions; got 9"):
         first_miscount(Box.whole((2,) * 9), [half])

@@ -32,5 +32,5 @@ def halved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def test_a_product_that_the_fused_loss_would_not_call_is_refused():
-    with pytest.raises(ConfigError, match=r"got matrix_product='halved'; leave one of the two out"):
+    with pytest.raises(ConfigError, match=r"would ignore matrix_product='halved'; use only one of the two"):
         BuildOptions(ProcessGroupCollection.single(), matrix_product=halved, fused_linear_cross_entropy=True)

@@ -98,7 +98,7 @@ def test_weights_gradients_and_their_norm_are_those_of_one_process(num_ranks, de
 
 
 def refuse_a_unit_of_both_families() -> None:
-    with pytest.raises(ShapeError, match=r"the model holds dense and expert weights.*as a unit before it"):
+    with pytest.raises(ShapeError, match=r"the model holds both dense and expert weights.*as a unit before it"):
         built({"expert": 2}, apart=False)
 
 

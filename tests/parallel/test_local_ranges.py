@@ -126,7 +126,9 @@ def test_a_rank_outside_of_the_mesh_holds_nothing():
 
 
 def refuse_a_partial_tensor() -> None:
-    with pytest.raises(ShapeError, match=r"a tensor placed P\(sum\) has no range of its own; redistribute it to Shard"):
+    with pytest.raises(
+        ShapeError, match=r"a tensor with placement P\(sum\) has no contiguous range per rank; redistribute it to Shard"
+    ):
         local_ranges(DTensor.from_local(torch.ones(3), mesh_of((2,)), [Partial()]))
 
 

@@ -85,4 +85,4 @@ def refusal(tree: dict[str, Any]) -> str:
 
 def test_with_another_matrix_product_it_is_refused_on_every_rank(tmp_path):
     for message in ranks(2, refusal, settings(tmp_path, train=FUSED)):
-        assert "matrix_product='product'; leave one of the two out" in message
+        assert "matrix_product='product'; use only one of the two" in message

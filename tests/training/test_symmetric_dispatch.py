@@ -114,7 +114,7 @@ def refusal_of_short_memory(tree: dict[str, Any]) -> str:
 def test_buffers_that_one_rank_cannot_have_are_refused_on_all_by_the_name_of_their_setting(tmp_path):
     tree = run_of(settings(tmp_path, **OPTIONS["experts in every layer"]), {"expert": 2})
     for message in ranks(2, refusal_of_short_memory, tree):
-        assert "rank 1: parallel.dispatch.method=symmetric cannot have its buffers of 53.0kB: " in message
+        assert "rank 1: parallel.dispatch.method=symmetric cannot allocate its buffers of 53.0kB: " in message
         assert "nvshmem_malloc failed; use a smaller train.micro_batch_size" in message
 
 
@@ -170,4 +170,4 @@ def refusal(tree: dict[str, Any]) -> str:
 def test_a_run_on_cpus_is_refused_on_every_rank(tmp_path):
     tree = run_of(settings(tmp_path, **OPTIONS["experts in every layer"]), {"expert": 2})
     for message in ranks(2, refusal, tree):
-        assert "and this run is on cpu; use parallel.dispatch.method=all_to_all" in message
+        assert "but this run is on cpu; use parallel.dispatch.method=all_to_all" in message

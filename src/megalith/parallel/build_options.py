@@ -52,7 +52,7 @@ class BuildOptions:
         if self.fused_linear_cross_entropy and self.matrix_product is not linear:
             given = getattr(self.matrix_product, "__name__", self.matrix_product)
             raise ConfigError(
-                "fused_linear_cross_entropy computes the output projection itself, in plain matrix products; got "
-                f"matrix_product={given!r}; leave one of the two out"
+                "fused_linear_cross_entropy computes the output projection itself, with plain matrix products, and "
+                f"would ignore matrix_product={given!r}; use only one of the two"
             )
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.pg_collection.size("tp") > 1)

@@ -54,7 +54,9 @@ def ranges_of_placements(
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, Shard | _StridedShard):
-            raise ShapeError(f"a tensor placed {placement} has no range of its own; redistribute it to Shard first")
+            raise ShapeError(
+                f"a tensor with placement {placement} has no contiguous range per rank; redistribute it to Shard first"
+            )
         start, stop = ranges[placement.dim]
         inner = chunk_range(stop - start, mesh_shape[i], coordinates[i])
         ranges[placement.dim] = (start + inner[0], start + inner[1])

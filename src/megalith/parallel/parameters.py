@@ -166,7 +166,7 @@ def declared_buffers(*models: nn.Module) -> Iterator[tuple[str, Tensor, BufferSp
             spec = module.buffer_specs.get(name) if isinstance(module, DeclaringModule) else None
             if spec is None:
                 raise ShapeError(
-                    f"buffer {full_name} is not declared and would stay uninitialised after a build on meta; register "
+                    f"buffer {full_name} is not declared and would stay uninitialized after a build on meta; register "
                     "it with DeclaringModule.declare_buffer(name, make)"
                 )
             yield full_name, buffer, spec

@@ -263,15 +263,15 @@ def refusals() -> None:
         return torch.zeros(length, 1, heads, D)
 
     group, packed = dist.group.WORLD, PackedSeqParams.from_lengths([[4]])
-    with pytest.raises(ShapeError, match=r"splits the 3 heads of a rank over 2 ranks of cp, which do not divide them"):
+    with pytest.raises(ShapeError, match=r"the 3 heads of a rank must be divisible by the 2 ranks of cp"):
         context_attention(x(4, 3), x(4, 3), x(4, 3), group, ContextMethod("all_to_all"))
-    with pytest.raises(ShapeError, match=r"whole rows of 8 tokens, 4 on each of the 2 ranks of cp; got those of 4"):
+    with pytest.raises(ShapeError, match=r"whole rows of 8 tokens, 4 on each of the 2 ranks of cp; got rows of 4"):
         context_attention(x(4, 2), x(4, 2), x(4, 2), group, ContextMethod(), packed_seq_params=packed)
     with pytest.raises(ConfigError, match=r"inner \(3\) must divide the 2 ranks of cp"):
         context_attention(x(4, 3), x(4, 3), x(4, 3), group, ContextMethod("two_level", 3))
     with pytest.raises(ConfigError, match=r"a causal query sees no later key"):
         context_attention(x(4, 2), x(4, 2), x(4, 2), group, ContextMethod(), window=(1, 1))
-    with pytest.raises(ShapeError, match=r"cuts a row into 4 chunks, .* and 6 tokens are not divisible"):
+    with pytest.raises(ShapeError, match=r"splits a row into 4 chunks, .* its length \(6\) must be divisible"):
         context_attention(x(3, 2), x(3, 2), x(3, 2), group, ContextMethod())
 
 

@@ -40,5 +40,5 @@ def test_neighbours_together_hold_what_one_of_fewer_ranks_would(size, inner):
 
 
 def test_a_length_without_whole_chunks_is_refused():
-    with pytest.raises(ShapeError, match=r"into 4 chunks, .* and 18 tokens are not divisible .*multiple of 4"):
+    with pytest.raises(ShapeError, match=r"into 4 chunks, .* its length \(18\) must be divisible .*multiple of 4"):
         zigzag_spans(18, 2, 0)

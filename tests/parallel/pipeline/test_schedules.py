@@ -153,7 +153,7 @@ def test_sizes_of_groups_are_those_of_megatron_and_each_way_out_is_one(p, m, g):
     if p <= g <= m and not 0 < m % g < p:
         build_schedule("interleaved", **given_sizes)
         return
-    with pytest.raises(ConfigError, match=r"interleaved needs group_size of at least") as refused:
+    with pytest.raises(ConfigError, match=r"interleaved needs group_size from num_ranks") as refused:
         build_schedule("interleaved", **given_sizes)
     ways = re.findall(r"(?:use|or) (\w+=\d+(?: with \w+=\d+)?)", str(refused.value))
     assert ways
@@ -173,11 +173,11 @@ def test_groups_of_fewer_micro_batches_than_ranks_would_deadlock():
 @pytest.mark.parametrize(
     ("name", "num_chunks", "message"),
     [
-        ("gpipe", 2, "gpipe needs num_chunks=1; got 2, which is for interleaved, zb_v"),
-        ("1f1b", 3, "1f1b needs num_chunks=1; got 3, which is for interleaved"),
-        ("zero_bubble", 2, "zero_bubble needs num_chunks=1; got 2, which is for interleaved, zb_v"),
-        ("interleaved", 1, "interleaved needs num_chunks=2 or more; got 1, which is for gpipe, 1f1b, zero_bubble"),
-        ("zb_v", 3, "zb_v needs num_chunks=2; got 3, which is for interleaved"),
+        ("gpipe", 2, "gpipe needs num_chunks=1; got 2, which works with interleaved, zb_v"),
+        ("1f1b", 3, "1f1b needs num_chunks=1; got 3, which works with interleaved"),
+        ("zero_bubble", 2, "zero_bubble needs num_chunks=1; got 2, which works with interleaved, zb_v"),
+        ("interleaved", 1, "interleaved needs num_chunks=2 or more; got 1, which works with gpipe, 1f1b, zero_bubble"),
+        ("zb_v", 3, "zb_v needs num_chunks=2; got 3, which works with interleaved"),
     ],
 )
 def test_another_number_of_chunks_is_refused_with_the_schedules_that_take_it(name, num_chunks, message):
@@ -191,7 +191,9 @@ def test_what_cannot_be_built_is_refused():
         build_schedule("1F1B", 4, 8)
     with pytest.raises(ConfigError, match=r"positive integers; got num_ranks=0, num_microbatches=2.0; use 1 or more"):
         build_schedule("1f1b", 0, 2.0)
-    with pytest.raises(ConfigError, match=r"group_size is for interleaved; got 4 for 1f1b, which has no groups; leave"):
+    with pytest.raises(
+        ConfigError, match=r"group_size applies only to interleaved; got 4 for 1f1b, which has no groups; leave"
+    ):
         build_schedule("1f1b", 4, 8, group_size=4)
     with pytest.raises(ConfigError, match=r"positive integers; got group_size=0"):
         build_schedule("interleaved", 4, 8, 2, group_size=0)

@@ -146,6 +146,6 @@ def test_a_whole_backward_takes_both_its_parts_and_frees_all():
 
 def test_costs_of_another_number_of_stages_are_refused():
     with pytest.raises(
-        ConfigError, match=r"one for each of 8 stages; got 4; give a single Costs if all stages cost the same"
+        ConfigError, match=r"one entry per stage \(8\); got 4; pass a single Costs if all stages cost the same"
     ):
         simulate(build_schedule("interleaved", 4, 4, 2), [UNIT] * 4)

@@ -124,12 +124,12 @@ def test_gradients_are_reduced_once_in_the_last_action_that_adds_to_them(name, m
         validate(with_plan(build_schedule(name, 2, 3), 1, marked(*marks)))
     assert str(refused.value) == (
         f"rank 1 must reduce the gradients of chunk 0 once, in its last action that adds to them, {last} of "
-        f"micro-batch 2 in chunk 0; it reduces in {found}"
+        f"micro-batch 2 in chunk 0; it reduces them in {found}"
     )
 
 
 def test_an_evaluation_reduces_nothing():
     with pytest.raises(
-        ConfigError, match=r"chunk 0 never, as it has no backward; it reduces in forward of micro-batch 1"
+        ConfigError, match=r"chunk 0 never, as it has no backward; it reduces them in forward of micro-batch 1"
     ):
         validate(with_plan(forward_only(Placement(2), 2), 0, marked("forward of micro-batch 1 in chunk 0")))

@@ -305,7 +305,7 @@ def refuse_weights_tied_between_units() -> None:
     groups = collection()
     model = Stack(groups, torch.float32)
     model.pairs[1].up.weight = model.pairs[0].up.weight
-    with pytest.raises(ShapeError, match=r"registered in two of the units.*register it in one"):
+    with pytest.raises(ShapeError, match=r"shared by two units.*register it in one"):
         shard_model(
             model,
             model.pairs,
@@ -335,7 +335,7 @@ class Mixture(DeclaringModule):
 def test_dense_and_expert_weights_in_one_unit_are_refused_by_the_name_of_the_unit(units, name):
     groups = ProcessGroupCollection.single()  # refused before any mesh is asked for
     model = Mixture(groups)
-    with pytest.raises(ShapeError, match=rf"^{name} holds dense and expert weights.*as a unit before it"):
+    with pytest.raises(ShapeError, match=rf"^{name} holds both dense and expert weights.*as a unit before it"):
         shard_model(
             model,
             [model.get_submodule(unit) for unit in units],

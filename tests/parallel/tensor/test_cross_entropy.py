@@ -154,13 +154,17 @@ def test_inputs_are_not_written_to_and_strides_do_not_matter():
 @pytest.mark.parametrize("shape", [(S, B, V - 1), (S, B + 1, V), (B, S, V), (S, V), (S, B, 1)])
 def test_logits_of_another_shape_are_refused(shape):
     _, target, _ = example()
-    with pytest.raises(ShapeError, match=r"must be \[5, 3, 31\]: rank 0 of 1's part of 31 for targets \[5, 3\]; got"):
+    with pytest.raises(
+        ShapeError, match=r"must have shape \[5, 3, 31\] for targets \[5, 3\] \(rank 0 of 1, vocabulary of 31\); got"
+    ):
         vocab_parallel_cross_entropy(torch.zeros(shape), target, V, None)
 
 
 def refuse_the_whole_vocabulary() -> None:
     logits, target, _ = example()
-    with pytest.raises(ShapeError, match=r"must be \[5, 3, 1[56]\]: rank [01] of 2's part of 31 .*got \[5, 3, 31\]"):
+    with pytest.raises(
+        ShapeError, match=r"must have shape \[5, 3, 1[56]\] .*rank [01] of 2, vocabulary of 31.*got \[5, 3, 31\]"
+    ):
         vocab_parallel_cross_entropy(logits, target, V, dist.group.WORLD)
 
 
@@ -250,5 +254,5 @@ def test_with_its_projection_no_rank_allocates_more_than_a_chunk_of_logits():
 
 def test_a_weight_that_is_not_this_ranks_part_is_refused():
     x, weight, target, _ = head_example()
-    with pytest.raises(ShapeError, match=r"weight must have 31 rows, rank 0 of 1's part of 31 words; got \[30, 6\]"):
+    with pytest.raises(ShapeError, match=r"weight must have 31 rows \(rank 0 of 1, vocabulary of 31\); got \[30, 6\]"):
         vocab_parallel_linear_cross_entropy(x, weight[:-1], target, V, None)

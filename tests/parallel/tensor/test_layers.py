@@ -227,7 +227,7 @@ def test_a_column_parallel_linear_without_a_weight_takes_the_embeddings(num_rank
 
 def test_one_without_a_weight_that_is_given_none_says_so():
     head = ColumnParallelLinear(H, V, options(), bias=False, std=1.0, has_weight=False)
-    with pytest.raises(AssertionError, match="has_weight=False is called with a weight"):
+    with pytest.raises(AssertionError, match="has_weight=False must be called with a weight"):
         head(random(S, B, H, seed=3))
 
 
@@ -256,13 +256,15 @@ def test_every_linear_layer_computes_the_product_that_its_options_name():
 
 
 def refuse_an_empty_rank() -> None:
-    with pytest.raises(ShapeError, match=r"out_features \(9\) leaves a rank of tp \(4\) with nothing; use fewer ranks"):
+    with pytest.raises(
+        ShapeError, match=r"out_features \(9\) leaves at least one rank of tp \(4\) empty; use fewer ranks"
+    ):
         ColumnParallelLinear(8, 9, options(), bias=False, std=1.0)  # 3, 3, 3 and none
-    with pytest.raises(ShapeError, match=r"in_features \(2\) leaves a rank"):
+    with pytest.raises(ShapeError, match=r"in_features \(2\) leaves at least one rank"):
         RowParallelLinear(2, 8, options(), bias=False, std=1.0)
-    with pytest.raises(ShapeError, match=r"num_embeddings \(6\) leaves a rank"):
+    with pytest.raises(ShapeError, match=r"num_embeddings \(6\) leaves at least one rank"):
         VocabParallelEmbedding(6, 8, options(), std=1.0)
-    with pytest.raises(ShapeError, match=r"num_blocks \(3\) must divide the ranks of tp \(4\); use 1, 2, 4"):
+    with pytest.raises(ShapeError, match=r"num_blocks \(3\) must divide the size of tp \(4\); use 1, 2, 4"):
         BlockReplicatedLinear(8, 8, 3, options(), bias=False, std=1.0)
 
 

@@ -236,7 +236,7 @@ def refused_rows(num_tokens: int, dtype: torch.dtype) -> str:
 
 def test_rows_that_do_not_fit_the_buffers_are_refused():
     for message in ranks(2, refused_rows, 7, torch.float64):
-        assert "has room for 18 rows of torch.float64, those of a micro-batch" in message
+        assert "has room for 18 rows of torch.float64, one micro-batch" in message
         assert "got 21 of torch.float64; use fewer tokens at a time, or parallel.dispatch.method=all_to_all" in message
     assert all("got 18 of torch.float32" in message for message in ranks(2, refused_rows, 6, torch.float32))
 
@@ -249,7 +249,7 @@ def something_between() -> None:
 
 
 def test_rows_that_another_dispatch_has_overwritten_are_not_read():
-    with pytest.raises(RankError, match=r"another batch has left .* since"):
+    with pytest.raises(RankError, match=r"another batch has since been sent"):
         ranks(2, something_between)
 
 
@@ -271,7 +271,7 @@ def test_without_an_exchange_it_is_refused():
 
 
 def test_without_gpus_or_nvshmem_the_error_says_what_to_use(monkeypatch):
-    with pytest.raises(ConfigError, match=r"the memory of GPUs, and this run is on cpu; use .*method=all_to_all"):
+    with pytest.raises(ConfigError, match=r"GPU memory, but this run is on cpu; use .*method=all_to_all"):
         nvshmem_memory(None, torch.device("cpu"))
     monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: False)
     with pytest.raises(MissingDependencyError, match=r"needs NVSHMEM, .*pip install.*or use .*method=all_to_all"):

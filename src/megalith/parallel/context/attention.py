@@ -48,7 +48,9 @@ class ContextMethod:
             ConfigError: ``inner`` does not divide ``size``.
         """
         if self.name == "two_level" and size % self.inner:
-            raise ConfigError(f"inner ({self.inner}) must divide the {size} ranks of cp; use another, or the ring")
+            raise ConfigError(
+                f"inner ({self.inner}) must divide the {size} ranks of cp; use another value, or the ring"
+            )
         return {"all_to_all": size, "two_level": self.inner}.get(self.name, 1)
 
 
@@ -91,8 +93,8 @@ def context_attention(
     W, S = group.size(), q.shape[0] * group.size()
     if packed_seq_params is not None and packed_seq_params.seq_length != S:
         raise ShapeError(
-            f"packed_seq_params must be of whole rows of {S} tokens, {q.shape[0]} on each of the {W} ranks of cp; "
-            f"got those of {packed_seq_params.seq_length}"
+            f"packed_seq_params must describe whole rows of {S} tokens, {q.shape[0]} on each of the {W} ranks of cp; "
+            f"got rows of {packed_seq_params.seq_length}"
         )
     sight = Sight.of(causal, window, packed_seq_params)
     drops = None if dropout is None else HeadDropout(dropout, head_offset)
@@ -128,8 +130,8 @@ class _HeadTrade:
         A, G = q.shape[2], k.shape[2]
         if A % self.inner:
             raise ShapeError(
-                f"all-to-all splits the {A} heads of a rank over {self.inner} ranks of cp, which do not divide them; "
-                "use another number of ranks, or the ring"
+                f"the {A} heads of a rank must be divisible by the {self.inner} ranks of cp that exchange them in the "
+                "all-to-all; use another number of ranks, or the ring"
             )
         copies = self.inner // gcd(G, self.inner)
         return q, k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2)

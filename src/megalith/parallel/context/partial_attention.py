@@ -141,7 +141,7 @@ class PartialAttention:
     def _factors(self, block: Block, q: Tensor, at: slice, drops: HeadDropout) -> Tensor:
         """Returns [B, A, Sq, Sk]: 0 for probabilities that are dropped, and 1 / (1 - p) for the others."""
         p, key = drops.dropout.p, drops.dropout.key
-        assert key is not None, "a dropout site gives one"
+        assert key is not None, "a dropout site has a key"
         ids = replace(key, tokens=key.tokens[block.rows, at])
         kept = attention_keep_mask(ids, p, q.shape[2], len(block.keys), drops.head_offset, block.keys.start)
         return kept.to(torch.promote_types(q.dtype, torch.float32)) / (1.0 - p)

@@ -47,7 +47,7 @@ class Ring:
 
         ``tensors`` must not be changed before ``wait`` has returned.
         """
-        assert self.group is not None, "a rank alone has nobody to send to"
+        assert self.group is not None, "a single rank has no group to send in"
         W, rank = self.group.size(), self.group.rank()
         sent = [tensor.contiguous() for tensor in tensors]
         received = [Inbox.like(tensor) for tensor in sent]

@@ -27,8 +27,8 @@ def zigzag_spans(seq_length: int, size: int, rank: int) -> list[range]:
     """
     if seq_length % (2 * size):
         raise ShapeError(
-            f"context parallelism cuts a row into {2 * size} chunks, twice the number of ranks, and {seq_length} "
-            f"tokens are not divisible by that; use a multiple of {2 * size}"
+            f"context parallelism splits a row into {2 * size} chunks, two per rank, and its length ({seq_length}) "
+            f"must be divisible by that; use a multiple of {2 * size}"
         )
     n = seq_length // (2 * size)
     early = range(rank * n, (rank + 1) * n)

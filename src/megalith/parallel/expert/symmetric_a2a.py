@@ -172,7 +172,7 @@ class SymmetricA2A:
     """
 
     def __init__(self, memory: SymmetricMemory, sizes: ExchangeSizes) -> None:
-        assert memory.size() == sizes.num_ranks, f"{sizes} is of another group"
+        assert memory.size() == sizes.num_ranks, f"{sizes} is for a group of another size"
         self.memory, self.num_exchanges = memory, 0
         rows = [_allocated(memory, shape, sizes.dtype, sizes) for shape in (sizes.sent, sizes.received)]
         splits = [_allocated(memory, shape, torch.int64, sizes) for shape in sizes.counts]
@@ -243,8 +243,8 @@ def end_symmetric_dispatch(a2a: SymmetricA2A, left: Departure) -> tuple[Tensor, 
     """
     if left.number != a2a.num_exchanges:
         raise RuntimeError(
-            "another batch has left through symmetric memory since, and has overwritten the rows of this one; receive "
-            "each batch before the next is sent, or use parallel.dispatch.method=all_to_all"
+            "another batch has since been sent through symmetric memory and has overwritten this one; receive each "
+            "batch before sending the next, or use parallel.dispatch.method=all_to_all"
         )
     counts, offsets = left.arrived
     num_sent, R = torch.stack((left.splits.sum(), counts.sum())).tolist()
@@ -271,13 +271,13 @@ def nvshmem_memory(group: ProcessGroup, device: torch.device) -> SymmetricMemory
     """
     if device.type != "cuda":
         raise ConfigError(
-            "parallel.dispatch.method=symmetric exchanges through the memory of GPUs, and this run is on "
+            "parallel.dispatch.method=symmetric exchanges tokens through GPU memory, but this run is on "
             f"{device.type}; use parallel.dispatch.method=all_to_all"
         )
     if not symmetric_memory.is_nvshmem_available():
         raise MissingDependencyError(
-            "parallel.dispatch.method=symmetric needs NVSHMEM, which this torch was built without or cannot load; "
-            "run: pip install nvidia-nvshmem-cu12 (or -cu13, as torch's CUDA), or use "
+            "parallel.dispatch.method=symmetric needs NVSHMEM, which this build of torch lacks or cannot load; "
+            "run: pip install nvidia-nvshmem-cu12 (or -cu13, to match torch's CUDA), or use "
             "parallel.dispatch.method=all_to_all"
         )
     symmetric_memory.set_backend("NVSHMEM")
@@ -295,8 +295,8 @@ def _allocated(memory: SymmetricMemory, shape: tuple[int, ...], dtype: torch.dty
     with agreed():
         if isinstance(found, torch.OutOfMemoryError):
             raise ConfigError(
-                f"parallel.dispatch.method=symmetric cannot have its buffers of {quantity(sizes.num_bytes)}B: {found}; "
-                "use a smaller train.micro_batch_size, or parallel.dispatch.method=all_to_all"
+                f"parallel.dispatch.method=symmetric cannot allocate its buffers of {quantity(sizes.num_bytes)}B: "
+                f"{found}; use a smaller train.micro_batch_size, or parallel.dispatch.method=all_to_all"
             ) from found
         return found
 
@@ -356,7 +356,7 @@ class _Buffer:
         room = self.rows
         if len(rows) > len(room) or rows.dtype != room.dtype:
             raise ShapeError(
-                f"parallel.dispatch.method=symmetric has room for {len(room)} rows of {room.dtype}, those of a "
+                f"parallel.dispatch.method=symmetric has room for {len(room)} rows of {room.dtype}, one "
                 f"micro-batch of the run's settings; got {len(rows)} of {rows.dtype}; use fewer tokens at a time, or "
                 "parallel.dispatch.method=all_to_all"
             )

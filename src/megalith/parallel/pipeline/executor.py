@@ -93,7 +93,7 @@ class _Step:
         else:
             torch.autograd.backward(root, gradient)
         if action.kind == "backward_input":
-            assert self._split_product is not None, "Pipeline has checked that there is one"
+            assert self._split_product is not None, "Pipeline has checked that split_product is set"
             self._weight_parts[chunk, k] = self._split_product.take()
         if hidden is not None:
             assert hidden.grad is not None, "a stage's output depends on its input"

@@ -131,13 +131,13 @@ class Messages:
     def send_output(self, micro_batch: int, chunk: int, output: Tensor) -> None:
         """Sends hidden states to the next stage."""
         after = self._placement.next(self._links.rank, chunk)
-        assert after is not None, "the last stage has nobody to send to"
+        assert after is not None, "the last stage has no next stage"
         self._give(Result("output", micro_batch, self._links.rank, chunk), after[0], output)
 
     def send_gradient(self, micro_batch: int, chunk: int, gradient: Tensor) -> None:
         """Sends the gradient of this stage's input to the previous stage."""
         before = self._placement.previous(self._links.rank, chunk)
-        assert before is not None, "the first stage has nobody to send to"
+        assert before is not None, "the first stage has no previous stage"
         self._give(Result("input_gradient", micro_batch, self._links.rank, chunk), before[0], gradient)
 
     def finish(self) -> None:
@@ -175,7 +175,7 @@ class Messages:
             return
         expected = next(self._to_send)
         # messages carry no id: in another order, they would be mistaken for each other where their shapes agree
-        assert result == expected, f"the plan sends {expected} next, and receivers count on it; got {result}"
+        assert result == expected, f"the plan sends {expected} next, and the receiver expects it; got {result}"
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=links.global_ranks[receiver], group=links.groups[_channel(result, receiver)])
         assert work is not None, "this rank is in the group of its own channel"
@@ -192,8 +192,8 @@ class Messages:
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
             stage = self._placement.stage(result.rank, result.chunk)
             raise ShapeError(
-                f"{result} (stage {stage}) must be {list(shape)} in {dtype}, as the task's hidden_shape and "
-                f"hidden_dtype say; it is {list(tensor.shape)} in {tensor.dtype}; mend one or the other"
+                f"{result} (stage {stage}) must have shape {list(shape)} and dtype {dtype}, the task's "
+                f"hidden_shape and hidden_dtype; got {list(tensor.shape)} and {tensor.dtype}; change one or the other"
             )
 
 

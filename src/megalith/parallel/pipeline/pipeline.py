@@ -69,7 +69,7 @@ class Pipeline(Generic[Chunk]):
         if splits_backward(self.schedule) != (self.split_product is not None):
             raise ConfigError(
                 "split_product must be the SplitProduct of the chunks' matrix products if the schedule splits "
-                f"backwards, and None if not; got {self.split_product!r} for schedule={self.schedule!r}"
+                f"backwards, and None otherwise; got {self.split_product!r} for schedule={self.schedule!r}"
             )
 
     def holds_output(self, chunk: nn.Module) -> bool:

@@ -31,7 +31,7 @@ class Placement:
         check_sizes(num_ranks=self.num_ranks, num_chunks=self.num_chunks)
         if self.shape == "v" and self.num_chunks != 2:
             raise ConfigError(
-                f"a V has two chunks per rank, one on the way down and one on the way up; got num_chunks="
+                f"shape='v' needs two chunks per rank, one on the way down and one on the way up; got num_chunks="
                 f"{self.num_chunks}; use num_chunks=2, or shape='looped'"
             )
 
@@ -66,6 +66,6 @@ def check_sizes(**sizes: int) -> None:
     """Raises one ConfigError for all sizes that are not positive integers; bool is rejected although it is an int."""
     if wrong := {name: size for name, size in sizes.items() if type(size) is not int or size < 1}:
         raise ConfigError(
-            f"the sizes of a pipeline must be positive integers; got "
+            f"pipeline sizes must be positive integers; got "
             f"{', '.join(f'{name}={size!r}' for name, size in wrong.items())}; use 1 or more"
         )

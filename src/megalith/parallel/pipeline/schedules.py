@@ -71,7 +71,7 @@ def build_schedule(
         _check_groups(num_ranks, num_microbatches, group_size)
     elif group_size is not None:
         raise ConfigError(
-            f"group_size is for interleaved; got {group_size} for {name}, which has no groups; leave it out"
+            f"group_size applies only to interleaved; got {group_size} for {name}, which has no groups; leave it out"
         )
     sizes = Sizes(num_ranks, num_microbatches, num_chunks, group_size or num_microbatches)
     return _schedule(placement_of(name, num_ranks, num_chunks), sizes, definition.order)
@@ -101,7 +101,7 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
 
 def _definition(name: str) -> _Definition:
     if name not in _DEFINITIONS:
-        raise ConfigError(f"a schedule must be one of {', '.join(SCHEDULES)}; got {name!r}")
+        raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}; got {name!r}")
     return _DEFINITIONS[name]
 
 
@@ -124,8 +124,8 @@ def _check_chunks(name: str, num_chunks: int) -> None:
     if name not in fitting:
         least, most = _DEFINITIONS[name].least, _DEFINITIONS[name].most
         raise ConfigError(
-            f"{name} needs num_chunks={least}{'' if least == most else ' or more'}; got {num_chunks}, which is for "
-            f"{', '.join(fitting)}"
+            f"{name} needs num_chunks={least}{'' if least == most else ' or more'}; got {num_chunks}, which works "
+            f"with {', '.join(fitting)}"
         )
 
 
@@ -141,8 +141,8 @@ def _check_groups(p: int, m: int, g: int) -> None:
     elif not fitting:
         ways.append(f"num_microbatches={p} with group_size={p}")
     raise ConfigError(
-        f"interleaved needs group_size of at least num_ranks ({p}) and at most num_microbatches ({m}), and in the last "
-        f"group at least num_ranks; got group_size={g}{f', which leaves {m % g}' if p <= g <= m else ''}; use "
+        f"interleaved needs group_size from num_ranks ({p}) to num_microbatches ({m}), with at least num_ranks "
+        f"micro-batches in the last group; got group_size={g}{f', which leaves {m % g}' if p <= g <= m else ''}; use "
         f"{' or '.join(ways)}"
     )
 

@@ -101,8 +101,8 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], *, communicatio
     by_stage = [costs] * placement.num_stages if isinstance(costs, Costs) else costs
     if len(by_stage) != placement.num_stages:
         raise ConfigError(
-            f"costs must be one for each of {placement.num_stages} stages; got {len(by_stage)}; give a single Costs if "
-            "all stages cost the same"
+            f"costs must have one entry per stage ({placement.num_stages}); got {len(by_stage)}; pass a single Costs "
+            "if all stages cost the same"
         )
 
     def costs_of(rank: int, action: Action) -> Costs:

@@ -28,8 +28,8 @@ def balanced_stages(costs: ModelCosts, num_stages: int) -> list[range]:
     """
     if len(costs.layers) < num_stages:
         raise ConfigError(
-            f"{num_stages} stages need a layer each, and the model has {len(costs.layers)}; use fewer stages "
-            "(parallel.pipeline, parallel.virtual)"
+            f"{num_stages} stages need at least one layer each, but the model has {len(costs.layers)}; use fewer "
+            "stages (parallel.pipeline, parallel.virtual)"
         )
     lowest, highest = 0, sum(costs.layers) + costs.embedding + costs.head
     while lowest < highest:  # bisect for the smallest feasible bound on a stage's cost
@@ -39,7 +39,7 @@ def balanced_stages(costs: ModelCosts, num_stages: int) -> list[range]:
         else:
             highest = middle
     stages = _within(costs, num_stages, lowest)
-    assert stages is not None, "a bound of the whole cost is always kept"
+    assert stages is not None, "the whole cost is always a feasible bound"
     return stages
 
 

@@ -71,5 +71,5 @@ def _check_reduction(rank: int, chunk: int, plan: Sequence[Action]) -> None:
         raise ConfigError(
             f"rank {rank} must reduce the gradients of chunk {chunk} "
             + (f"once, in its last action that adds to them, {wanted[0]}" if wanted else "never, as it has no backward")
-            + f"; it reduces in {', '.join(map(str, found)) or 'none'}"
+            + f"; it reduces them in {', '.join(map(str, found)) or 'none'}"
         )

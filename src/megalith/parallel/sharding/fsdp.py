@@ -65,8 +65,8 @@ def shard_model(
         )
     if len(list(model.parameters())) != num_parameters:
         raise ShapeError(
-            "a parameter is registered in two of the units that are gathered on their own, and would become two; "
-            "register it in one, and pass it to the other's forward"
+            "a parameter is shared by two units that are sharded separately, and would no longer be tied; register it "
+            "in one of them, and pass it to the other's forward"
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -126,8 +126,8 @@ def _family(model: nn.Module, unit: nn.Module, placed: set[nn.Module]) -> Family
     if len(families) > 1:
         name = next(name for name, module in model.named_modules() if module is unit)
         raise ShapeError(
-            f"{name or 'the model'} holds dense and expert weights, which are sharded over other ranks; "
-            "give the module that holds the expert weights as a unit before it"
+            f"{name or 'the model'} holds both dense and expert weights, which are sharded over different ranks; "
+            "pass the module that holds the expert weights as a unit before it"
         )
     return families.pop() if families else "dense"
 

@@ -43,8 +43,8 @@ def vocab_parallel_cross_entropy(
     first, end = chunk_range(vocab_size, size, rank)
     if logits.shape != (*target.shape, end - first):
         raise ShapeError(
-            f"logits must be {[*target.shape, end - first]}: rank {rank} of {size}'s part of {vocab_size} for targets "
-            f"{list(target.shape)}; got {list(logits.shape)}"
+            f"logits must have shape {[*target.shape, end - first]} for targets {list(target.shape)} "
+            f"(rank {rank} of {size}, vocabulary of {vocab_size}); got {list(logits.shape)}"
         )
     return fused_vocab_parallel_cross_entropy(
         logits,
@@ -89,7 +89,7 @@ def vocab_parallel_linear_cross_entropy(
     first, end = chunk_range(vocab_size, size, rank)
     if weight.shape[0] != end - first:
         raise ShapeError(
-            f"weight must have {end - first} rows, rank {rank} of {size}'s part of {vocab_size} words; "
+            f"weight must have {end - first} rows (rank {rank} of {size}, vocabulary of {vocab_size}); "
             f"got {list(weight.shape)}"
         )
     return fused_linear_cross_entropy(

@@ -80,7 +80,7 @@ class ColumnParallelLinear(DeclaringModule):
         ``weight``: for ``has_weight=False``, another module's parameter [out, in], split as the layer's own would be.
         """
         weight = self.weight if weight is None else weight
-        assert weight is not None, "a layer built with has_weight=False is called with a weight"
+        assert weight is not None, "a layer built with has_weight=False must be called with a weight"
         if not self.input_is_gathered:
             x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)
         return self.options.matrix_product(x, local(weight), None if self.bias is None else local(self.bias))
@@ -115,7 +115,7 @@ class BlockReplicatedLinear(DeclaringModule):
         tp_size, tp_rank = options.pg_collection.size("tp"), options.pg_collection.rank("tp")
         if tp_size % num_blocks:
             fitting = ", ".join(map(str, divisors(tp_size)))
-            raise ShapeError(f"num_blocks ({num_blocks}) must divide the ranks of tp ({tp_size}); use {fitting}")
+            raise ShapeError(f"num_blocks ({num_blocks}) must divide the size of tp ({tp_size}); use {fitting}")
         self.options = options
         first = tp_rank * num_blocks // tp_size * block_features
         self.rows = slice(first, first + block_features)
@@ -233,4 +233,4 @@ def _refuse_empty_rank(what: str, size: int, options: BuildOptions) -> None:
     tp_size = options.pg_collection.size("tp")
     start, stop = chunk_range(size, tp_size, tp_size - 1)
     if start == stop:
-        raise ShapeError(f"{what} ({size}) leaves a rank of tp ({tp_size}) with nothing; use fewer ranks")
+        raise ShapeError(f"{what} ({size}) leaves at least one rank of tp ({tp_size}) empty; use fewer ranks")
