@@ -52,7 +52,7 @@ def test_an_incomplete_newer_one_is_passed_over_with_a_warning(tmp_path, caplog,
     whole = save(tmp_path, 1)
     damage(save(tmp_path, 2))
     assert find_checkpoint(tmp_path) == whole
-    passed_over = "step-00000002 is not a complete checkpoint: it is passed over"
+    passed_over = f"skipping {tmp_path / 'step-00000002'}: it is not a complete checkpoint"
     assert caplog.text.count(passed_over) == 1
     save(tmp_path, 3, keep_last=1)  # looks for old ones too, and does not tell it again
     assert find_checkpoint(tmp_path, but_not=["step-00000003"]) is None
@@ -65,7 +65,7 @@ def test_a_newer_one_of_another_version_is_not_passed_over(tmp_path):
     save(tmp_path, 1)
     manifest = save(tmp_path, 2) / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(CheckpointError, match=r"step-00000002/manifest\.json must be of format"):
+    with pytest.raises(CheckpointError, match=r"step-00000002/manifest\.json must have format"):
         find_checkpoint(tmp_path)
     assert save(tmp_path, 3, keep_last=1).exists()
     assert manifest.exists()
@@ -130,7 +130,10 @@ def test_an_old_one_that_cannot_be_removed_is_told_and_the_save_stands(tmp_path,
     monkeypatch.setattr("megalith.storage.local_store.shutil.rmtree", fail)
     assert save(tmp_path, 2, keep_last=1) == find_checkpoint(tmp_path)
     assert "old checkpoints in" in caplog.text
-    assert f"cannot be removed: cannot remove {tmp_path / 'step-00000001'}: permission denied; choose" in caplog.text
+    assert (
+        f"failed to remove old checkpoints in {tmp_path}: cannot remove {tmp_path / 'step-00000001'}: permission "
+        "denied; choose" in caplog.text
+    )
 
 
 def set_aside_everywhere(path: Path) -> Path:

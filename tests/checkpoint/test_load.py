@@ -42,13 +42,13 @@ def test_everything_that_does_not_fit_is_in_one_error_and_nothing_changes(checkp
     with pytest.raises(CheckpointError) as caught:
         load_tensors(checkpoint, into)
     assert str(caught.value).splitlines() == [
-        f"{checkpoint} does not fit, and nothing is loaded:",
-        "  missing: model.qproj.weight (nearest there: model.q_proj.weight)",
+        f"{checkpoint} does not match the tensors to load, and nothing was loaded:",
+        "  missing: model.qproj.weight (closest name in the checkpoint: model.q_proj.weight)",
         "  missing: zzz",
         "  unexpected: model.q_proj.weight",
-        "  model.norm.weight: shape [5] was saved, and [6] is wanted",
-        "  optimizer.step: torch.int64 was saved, and torch.float32 is wanted",
-        "was it saved by a model of another shape or dtype? give this run the settings of the one that saved it",
+        "  model.norm.weight: expected shape [6], but the checkpoint has [5]",
+        "  optimizer.step: expected torch.float32, but the checkpoint has torch.int64",
+        "if it was saved by a model of a different shape or dtype, use the settings of the run that saved it",
     ]
     assert all(tensor.eq(0).all() for tensor in into.values())
 
@@ -66,12 +66,16 @@ def test_a_part_of_the_names_can_be_all_that_counts(checkpoint):
 
 def test_another_dtype_is_refused_unless_a_cast_between_floats_is_asked_for(checkpoint):
     wide = empty(**{"model.norm.weight": torch.zeros(5), "model.q_proj.weight": torch.zeros(4, 3).bfloat16()})
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: torch\.bfloat16 was saved, and torch\.float32 is"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight: expected torch\.float32, but the checkpoint has torch\.bfloat16"
+    ):
         load_tensors(checkpoint, wide)
     load_tensors(checkpoint, wide, cast=True)
     assert wide["model.norm.weight"].equal(SAVED["model.norm.weight"].float())
     assert wide["model.q_proj.weight"].equal(SAVED["model.q_proj.weight"].bfloat16())
-    with pytest.raises(CheckpointError, match=r"optimizer\.step: torch\.int64 was saved, and torch\.float32 is wanted"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.step: expected torch\.float32, but the checkpoint has torch\.int64"
+    ):
         load_tensors(checkpoint, empty(**{"optimizer.step": torch.zeros(())}), cast=True)
 
 
@@ -126,7 +130,7 @@ def misfit_on_rank_1(path: Path) -> str:
 def test_a_misfit_on_one_rank_is_the_error_of_all(checkpoint):
     first, second = ranks(2, misfit_on_rank_1, checkpoint)
     assert first == second
-    assert "model.norm.weight: shape [5] was saved, and [7] is wanted" in first
+    assert "model.norm.weight: expected shape [7], but the checkpoint has [5]" in first
 
 
 def failing_read_on_rank_1(folder: Path) -> str:
@@ -198,6 +202,6 @@ def test_boxes_that_overlap_and_leave_a_gap_as_large_are_refused(tmp_path):
     assert (into["w"] == 1.0).all()
     path = crafted(tmp_path / "crafted", [[[0, 2], [0, 2]], [[1, 3], [0, 2]]])
     into = {"w": torch.zeros(4, 2)}
-    with pytest.raises(CheckpointError, match=r"index.json gives w in boxes of which 2 hold element \[1, 0\], not 1"):
+    with pytest.raises(CheckpointError, match=r"list each element of w in exactly one box; \[1, 0\] is in 2"):
         load_tensors(path, into)
     assert (into["w"] == 0.0).all()

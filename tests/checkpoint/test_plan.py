@@ -49,11 +49,11 @@ def test_an_empty_box_is_not_written_and_an_empty_tensor_is_known():
             r"w is float32 \[8\] on one rank and float32 \[9\] on",
         ),
         (offer("w", (0, 8)), offer("w", (0, 8), dtype="int64"), r"float32 \[8\] on one rank and int64 \[8\] on rank 1"),
-        (offer("w", (0, 3)), offer("w", (4, 8)), r"w has 8 elements and the ranks together hold 7, in 2 boxes"),
-        (offer("w", (0, 8)), offer("w", (4, 8)), r"w has 8 elements and the ranks together hold 12, in 2 boxes"),
+        (offer("w", (0, 3)), offer("w", (4, 8)), r"w has 8 elements, but the ranks together hold 7, in 2 boxes"),
+        (offer("w", (0, 8)), offer("w", (4, 8)), r"w has 8 elements, but the ranks together hold 12, in 2 boxes"),
         (offer("w@0", (0, 8)), offer("w", (0, 8)), r"may not be named 'w@0'"),
         (offer("__metadata__", (0, 8)), offer("w", (0, 8)), r"may not be named '__metadata__'"),
-        (offer("w", (0, 8), dtype="complex64"), offer("v", (0, 8)), r"w: a checkpoint holds float64.*got complex64"),
+        (offer("w", (0, 8), dtype="complex64"), offer("v", (0, 8)), r"w: dtype must be one of float64.*got complex64"),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused(first, second, message):
@@ -70,11 +70,14 @@ def square(*ranges: tuple[int, int]) -> Offer:
     [
         (
             [offer("w", (0, 4)), offer("w", (3, 7))],
-            r"each element of w must be in one box of the ranks; \[3\] is in 2 of 2",
+            r"each element of w must be in exactly one of the 2 boxes that the ranks hold; \[3\] is in 2",
         ),
-        ([offer("w", (1, 5)), offer("w", (4, 8))], r"\[0\] is in 0 of 2"),
+        ([offer("w", (1, 5)), offer("w", (4, 8))], r"one of the 2 boxes .*; \[0\] is in 0$"),
         # the upper rows are whole; of the lower ones a column is there twice and another not at all
-        ([square((0, 2), (0, 4)), square((2, 4), (0, 2)), square((2, 4), (1, 3))], r"\[2, 1\] is in 2 of 3"),
+        (
+            [square((0, 2), (0, 4)), square((2, 4), (0, 2)), square((2, 4), (1, 3))],
+            r"one of the 3 boxes .*; \[2, 1\] is in 2$",
+        ),
     ],
 )
 def test_an_overlap_with_a_gap_of_the_same_size_is_refused(boxes, message):

@@ -88,9 +88,9 @@ def test_a_full_disk_on_one_rank_is_an_error_on_both_and_loses_nothing(tmp_path)
     errors = ranks(2, save_sharded, tmp_path, 2, 100_000, limit=4096)
     assert errors[0] == errors[1]
     assert errors[0].startswith(
-        "StorageError('step 2 is not saved, earlier checkpoints are as they were: rank 1: cannot"
+        "StorageError('step 2 was not saved and earlier checkpoints are unchanged: rank 1: cannot"
     )
-    assert "shard-00001-of-00002.safetensors: File too large; raise the limit" in errors[0]
+    assert "shard-00001-of-00002.safetensors: File too large; raise the file size limit" in errors[0]
     assert content_of(tmp_path) == before
     assert ranks(2, save_sharded, tmp_path, 2, 100_000) == ["saved"] * 2  # and with room it goes on
 
@@ -124,7 +124,7 @@ def save_on_a_disk_of_its_own(folder: Path) -> str:
 def test_machines_that_do_not_share_the_disk_are_told_so_and_nothing_is_published(tmp_path):
     errors = ranks(2, save_on_a_disk_of_its_own, tmp_path)
     assert errors[0] == errors[1]
-    assert "shard-00001-of-00002.safetensors and rank 0 sees no file; all machines must share the file" in errors[0]
+    assert "shard-00001-of-00002.safetensors, but rank 0 sees no file; all machines must share the file" in errors[0]
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -188,7 +188,7 @@ def test_a_failing_rename_is_an_error_and_loses_nothing(tmp_path, monkeypatch, t
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", fail_on(os.rename))
         patch.setattr(os, "replace", fail_on(os.replace))
-        with pytest.raises(StorageError, match=rf"step 2 is not saved.*cannot write .*{target}: Input/output error"):
+        with pytest.raises(StorageError, match=rf"step 2 was not saved.*cannot write .*{target}: Input/output error"):
             save(tmp_path, 2)
     assert content_of(tmp_path) == before
     assert find_checkpoint(tmp_path) == tmp_path / "step-00000001"
@@ -205,14 +205,14 @@ def test_a_latest_that_cannot_be_written_is_a_warning_for_the_checkpoint_stands(
 
 def test_too_little_space_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(free_space, "free_bytes", lambda _: 11)
-    with pytest.raises(StorageError, match=r"step 1 is not saved.* needs 0.0 kB and its disk has 0.0 kB left"):
+    with pytest.raises(StorageError, match=r"step 1 was not saved.* needs 0.0 kB, but its disk has only 0.0 kB left"):
         save(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(StorageError, match="a file stands where a folder is wanted"):
+    with pytest.raises(StorageError, match="expected a folder but found a file"):
         save(tmp_path / "checkpoints", 1)
 
 
@@ -228,7 +228,7 @@ def test_the_same_step_with_the_same_content_changes_nothing(tmp_path):
 def test_the_same_step_with_other_content_is_refused_and_never_overwritten(tmp_path):
     save(tmp_path, 1)
     before = content_of(tmp_path)
-    with pytest.raises(CheckpointError, match="step-00000001 is complete already and holds something else; give"):
+    with pytest.raises(CheckpointError, match="step-00000001 already exists with different contents; use"):
         save(tmp_path, 1, value=3.0)
     assert content_of(tmp_path) == before
 
@@ -238,7 +238,7 @@ def test_an_incomplete_folder_of_the_step_is_set_aside(tmp_path, caplog):
     path = save(tmp_path, 1)
     verify_checkpoint(path)
     assert (tmp_path / "step-00000001.damaged" / "shard-00000-of-00001.safetensors").exists()
-    assert "step-00000001 is damaged: it is kept as step-00000001.damaged" in caplog.text
+    assert "step-00000001 is damaged: it was renamed to step-00000001.damaged" in caplog.text
 
 
 def test_leftovers_of_killed_saves_are_removed(tmp_path, caplog):
@@ -254,7 +254,7 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("step", "state", "keep_last", "message"),
     [
-        (1, {"x": torch.ones(1)}, 1, "the state must be JSON: Object of type Tensor is not"),
+        (1, {"x": torch.ones(1)}, 1, "the state must be JSON-serializable: Object of type Tensor is not"),
         (1, {}, 0, "keep_last at least 1; got step=1, keep_last=0"),
         (-1, {}, 1, "step must be at least 0"),
     ],

@@ -42,23 +42,23 @@ def test_a_file_of_the_library_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "num_bytes", "message"),
     [
-        ({"a": entry(0, 8)}, 7, "its tensors end at byte .*, and the file at"),
-        ({"a": entry(0, 8)}, 9, "its tensors end at byte .*, and the file at"),
-        ({"a": entry(0, 8), "b": entry(12, 20)}, 20, "b must begin at byte .*, where the one before ends"),
-        ({"a": entry(0, 8), "b": entry(4, 12)}, 12, "b must begin at byte .*, where the one before ends"),
-        ({"a": entry(0, 8, shape=[3])}, 8, r"a is F32 \[3\] and cannot take the 8 bytes"),
-        ({"a": entry(8, 0)}, 8, r"a is F32 \[2\] and cannot take the -8 bytes"),
-        ({"a": entry(-8, 0)}, 8, "integers from 0 on; got -8"),
-        ({"a": entry(0, 8, shape=[-1, -2])}, 8, "integers from 0 on; got -1"),
-        ({"a": entry(0, 8, shape=[2.0])}, 8, "integers from 0 on; got 2.0"),
-        ({"a": entry(0, 4, shape=[True])}, 4, "integers from 0 on; got True"),
-        ({"a": entry(0, 8, dtype="F31")}, 8, "a must be one of F64, .*; it is F31"),
+        ({"a": entry(0, 8)}, 7, "the tensors end at byte .*, but the file ends at"),
+        ({"a": entry(0, 8)}, 9, "the tensors end at byte .*, but the file ends at"),
+        ({"a": entry(0, 8), "b": entry(12, 20)}, 20, "b must begin at byte .*, without gap or overlap"),
+        ({"a": entry(0, 8), "b": entry(4, 12)}, 12, "b must begin at byte .*, without gap or overlap"),
+        ({"a": entry(0, 8, shape=[3])}, 8, r"a: data_offsets span 8 bytes, which does not match F32 \[3\]"),
+        ({"a": entry(8, 0)}, 8, r"a: data_offsets span -8 bytes, which does not match F32 \[2\]"),
+        ({"a": entry(-8, 0)}, 8, "non-negative integers; got -8"),
+        ({"a": entry(0, 8, shape=[-1, -2])}, 8, "non-negative integers; got -1"),
+        ({"a": entry(0, 8, shape=[2.0])}, 8, "non-negative integers; got 2.0"),
+        ({"a": entry(0, 4, shape=[True])}, 4, "non-negative integers; got True"),
+        ({"a": entry(0, 8, dtype="F31")}, 8, "a: dtype must be one of F64, .*; got F31"),
         ({"a": entry(0, 8, dtype=["F32"])}, 8, "unhashable"),
         ({"a": entry(0, 8, more=1)}, 8, "unexpected keyword"),
         ({"a": {"dtype": "F32", "shape": [2]}}, 8, "data_offsets"),
-        ({"a": 1}, 8, "its header is not that of a safetensors file"),
-        ({"__metadata__": {"format": 1}, "a": entry(0, 8)}, 8, "value of __metadata__, must be text"),
-        ([], 0, "it begins with b'\\['"),
+        ({"a": 1}, 8, "invalid safetensors header"),
+        ({"__metadata__": {"format": 1}, "a": entry(0, 8)}, 8, "values of __metadata__ must be strings"),
+        ([], 0, "it must begin with '{'; got b'\\['"),
     ],
 )
 def test_entries_that_do_not_fit_the_file_are_refused(tmp_path, entries, num_bytes, message):
@@ -69,14 +69,17 @@ def test_entries_that_do_not_fit_the_file_are_refused(tmp_path, entries, num_byt
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "begins with 8 bytes of length; it has 0"),
-        (b"1234567", "begins with 8 bytes of length; it has 7"),
-        ((100).to_bytes(8, "little") + b"{}", "should take 100 bytes; the file has 10"),
-        (b"\xff" * 8 + b"{}", "should take 18,446,744,073,709,551,615 bytes"),
-        (file_of(' {"a": 1}', 0), "it begins with b' '"),
-        (file_of('{"a": ', 0), "its header is not that of a safetensors file"),
-        (file_of('{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}, "a": {}}', 0), "a key is there twice"),
-        (file_of('{"a":' * 100_000, 0), "its header is not that of a safetensors file"),
+        (b"", "8-byte header length; the file has 0"),
+        (b"1234567", "8-byte header length; the file has 7"),
+        (
+            (100).to_bytes(8, "little") + b"{}",
+            "must fit in the file (10 bytes) and have at most 33,554,432 bytes, enough for 250,000 tensors; got 100",
+        ),
+        (b"\xff" * 8 + b"{}", "tensors; got 18,446,744,073,709,551,615"),
+        (file_of(' {"a": 1}', 0), "it must begin with '{'; got b' '"),
+        (file_of('{"a": ', 0), "invalid safetensors header"),
+        (file_of('{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}, "a": {}}', 0), "duplicate key"),
+        (file_of('{"a":' * 100_000, 0), "invalid safetensors header"),
     ],
 )
 def test_what_is_no_header_is_refused(tmp_path, content, message):
@@ -115,12 +118,12 @@ def test_a_header_takes_little_more_memory_than_its_tensors(name, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a" 1}', "byte 5 must be :; it is b'1'"),
+        ('{"a" 1}', "expected : at byte 5; got b'1'"),
         ('{"a": {"dtype": 1', "must be an object of at most 1024 bytes"),
-        ('{"__metadata__": {"a\\"}}', "has no end"),
-        ('{"__metadata__": {}} x', "something follows the object, at byte 21"),
-        ('{"__metadata__": {},}', "must be text; byte 20"),
-        ('{"a": {"dtype":"U8","shape":[0],"data_offsets":[0,0]} "b"', "must be , or }"),
+        ('{"__metadata__": {"a\\"}}', "unterminated string"),
+        ('{"__metadata__": {}} x', "unexpected content after the object, at byte 21"),
+        ('{"__metadata__": {},}', "must be strings; byte 20"),
+        ('{"a": {"dtype":"U8","shape":[0],"data_offsets":[0,0]} "b"', "expected , or }"),
     ],
 )
 def test_what_is_no_json_object_is_refused_where_it_ends_to_be_one(text, message, tmp_path):

@@ -49,7 +49,7 @@ def test_a_file_that_has_another_shape_than_the_index_says_is_refused(stored):
     tensors, _ = stored
     piece = Piece("x.safetensors", "plain", Box(((0, 5), (0, 12))))
     wrong = StoredTensors(tensors.store, {"w": StoredTensor((5, 12), "float32", (piece,))})
-    with pytest.raises(CheckpointError, match=r"x\.safetensors: plain must be F32 \[5, 12\] by the index"):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: plain must be F32 \[5, 12\] according to the index"):
         wrong.read("w")
 
 

@@ -154,7 +154,7 @@ def test_the_same_step_is_left_as_it_is_and_another_of_its_name_refused(store):
     path = save(store, 1)
     before = dict(store.held)
     assert save(store, 1) == path
-    with pytest.raises(CheckpointError, match="step-00000001 is complete already and holds something else"):
+    with pytest.raises(CheckpointError, match="step-00000001 already exists with different contents"):
         save(store, 1, value=3.0)
     assert store.held == before
 
@@ -178,7 +178,7 @@ def save_where_rank_1_cannot() -> tuple[str, list[str]]:
 
 
 def test_a_refusal_on_one_rank_leaves_nothing(store):
-    text = "step 1 is not saved, earlier checkpoints are as they were: rank 1: the bucket is full"
+    text = "step 1 was not saved and earlier checkpoints are unchanged: rank 1: the bucket is full"
     assert ranks(2, save_where_rank_1_cannot) == [(text, [])] * 2
 
 

@@ -69,9 +69,9 @@ def test_a_flipped_bit_is_refused_with_the_file_named(checkpoint, file):
 def test_a_shorter_and_a_missing_file_are_named(checkpoint, file):
     size = (checkpoint / file).stat().st_size
     os.truncate(checkpoint / file, size - 1)
-    assert f"{file}: {size} bytes were saved, and it has {size - 1}" in refusal(checkpoint)
+    assert f"{file}: {size} bytes were saved, but the file has {size - 1}" in refusal(checkpoint)
     (checkpoint / file).unlink()
-    assert f"{file}: it is missing" in refusal(checkpoint)
+    assert f"{file}: the file is missing" in refusal(checkpoint)
 
 
 def test_a_folder_without_manifest_is_refused(checkpoint):
@@ -81,9 +81,9 @@ def test_a_folder_without_manifest_is_refused(checkpoint):
 
 def test_the_run_or_the_folder_of_checkpoints_is_refused_with_the_step_to_give(tmp_path):
     path = save_checkpoint(tmp_path / "checkpoints", 1, {"w": torch.ones(1)}, {}, keep_last=1)
-    assert f"; give one of its steps, as {path}" in refusal(tmp_path)
-    assert f"; give one of its steps, as {path}" in refusal(tmp_path / "checkpoints")
-    assert "give one of its steps" not in refusal(tmp_path / "none")
+    assert f"; use one of its steps, such as {path}" in refusal(tmp_path)
+    assert f"; use one of its steps, such as {path}" in refusal(tmp_path / "checkpoints")
+    assert "use one of its steps" not in refusal(tmp_path / "none")
 
 
 PICKLES = ["data.pkl", "model.pt", "pytorch_model.bin", "__0_0.distcp", ".metadata", "x.ckpt"]
@@ -93,7 +93,7 @@ PICKLES = ["data.pkl", "model.pt", "pytorch_model.bin", "__0_0.distcp", ".metada
 def test_a_pickle_that_the_manifest_lists_is_refused_by_name(checkpoint, tmp_path, name):
     (checkpoint / name).write_bytes(pickle.dumps(Trap(tmp_path / "executed")))
     list_in_manifest(checkpoint)
-    assert f"{name}: only .safetensors and .json files are read" in refusal(checkpoint)
+    assert f"{name}: manifest.json may list only .safetensors and .json files" in refusal(checkpoint)
     assert not (tmp_path / "executed").exists()
 
 
@@ -151,7 +151,7 @@ def test_files_that_the_manifest_does_not_list_are_warned_about_once_and_ignored
     assert into.equal(torch.arange(100.0))
     [warning] = [record.message for record in caplog.records]
     assert warning == (
-        f"{checkpoint} has files that manifest.json does not list, and they are ignored: "
+        f"{checkpoint} has files that are not listed in manifest.json and are ignored: "
         ".DS_Store, README.md, folder, more.safetensors, notes.json, state.json~"
     )
 
@@ -199,14 +199,14 @@ def save_alone(folder: Path, value: float) -> None:
 
 def test_ranks_that_see_different_checkpoints_are_refused(tmp_path):
     for message in ranks(2, verify_own_folder, tmp_path):
-        assert "manifest.json: ranks read different ones; all machines must share the file system" in message
+        assert "manifest.json: ranks read different versions; all machines must share the file system" in message
 
 
 def test_a_manifest_that_points_outside_is_refused(checkpoint):
     (checkpoint.parent / "outside.json").write_text("{}")
     records = read_manifest(LocalStore(checkpoint))
     (checkpoint / MANIFEST).write_bytes(manifest_of(records | {"../outside.json": record_of([b"{}"])}))
-    assert "'../outside.json' must be a file of the folder itself" in refusal(checkpoint)
+    assert "'../outside.json' must be a file directly in the folder" in refusal(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -214,23 +214,32 @@ def test_a_manifest_that_points_outside_is_refused(checkpoint):
     [
         (
             [{"file": "../w.safetensors", "key": "w", "ranges": [[0, 100]]}],
-            r"must be a \.safetensors file of the folder",
+            r"must be a \.safetensors file directly in the folder",
         ),
-        ([{"file": "w.json", "key": "w", "ranges": [[0, 100]]}], r"must be a \.safetensors file of the folder"),
-        ([{"file": SHARD, "key": "w", "ranges": [[0, 101]]}], r"does not lie in shape \(100,\)"),
-        ([{"file": SHARD, "key": "w", "ranges": [[-1, 99]]}], r"does not lie in shape \(100,\)"),
-        ([{"file": SHARD, "key": "w", "ranges": []}], r"does not lie in shape \(100,\)"),
-        ([{"file": SHARD, "key": "w", "ranges": [[0, 60]]}], r"gives 60 of the 100 elements of w"),
-        ([{"file": SHARD, "key": "w", "ranges": [[0, 100]]}] * 2, r"gives 200 of the 100 elements of w"),
+        (
+            [{"file": "w.json", "key": "w", "ranges": [[0, 100]]}],
+            r"must be a \.safetensors file directly in the folder",
+        ),
+        ([{"file": SHARD, "key": "w", "ranges": [[0, 101]]}], r"must be non-empty and lie within shape \(100,\)"),
+        ([{"file": SHARD, "key": "w", "ranges": [[-1, 99]]}], r"must be non-empty and lie within shape \(100,\)"),
+        ([{"file": SHARD, "key": "w", "ranges": []}], r"must be non-empty and lie within shape \(100,\)"),
+        (
+            [{"file": SHARD, "key": "w", "ranges": [[0, 60]]}],
+            r"each of the 100 elements of w needed here once; it lists 60",
+        ),
+        (
+            [{"file": SHARD, "key": "w", "ranges": [[0, 100]]}] * 2,
+            r"each of the 100 elements of w needed here once; it lists 200",
+        ),
         (
             [
                 {"file": SHARD, "key": "w", "ranges": [[0, 60]]},
                 {"file": SHARD, "key": "w", "ranges": [[50, 90]]},
             ],
-            r"gives w in boxes of which 2 hold element \[50\], not 1",
+            r"list each element of w in exactly one box; \[50\] is in 2",
         ),
         ([{"file": SHARD, "key": "v", "ranges": [[0, 100]]}], r"shard-.*: .*v"),
-        ([{"file": SHARD}], r"index.json is not an index of tensors: KeyError"),
+        ([{"file": SHARD}], r"index.json is not a valid tensor index: KeyError"),
     ],
 )
 def test_an_index_that_does_not_fit_the_files_is_refused(checkpoint, boxes, message):
@@ -262,7 +271,9 @@ def test_an_index_with_values_of_another_type_is_refused(checkpoint, values):
     tensor = {"shape": entry.pop("shape"), "dtype": "float32", "boxes": [entry]}
     (checkpoint / "index.json").write_text(json.dumps({"tensors": {"w": tensor}}))
     list_in_manifest(checkpoint)
-    with pytest.raises(CheckpointError, match=r"index\.json is not an index of tensors: TypeError.* should be of type"):
+    with pytest.raises(
+        CheckpointError, match=r"index\.json is not a valid tensor index: TypeError.* should be of type"
+    ):
         load_tensors(checkpoint, {"w": torch.zeros(100)})
 
 
@@ -279,7 +290,7 @@ def test_a_header_is_not_parsed_before_its_hash_is_known(checkpoint, monkeypatch
 
     monkeypatch.setattr("megalith.checkpoint.shard_file.read_header", opened)
     (checkpoint / SHARD).write_bytes(b"x" * (checkpoint / SHARD).stat().st_size)
-    assert f"{SHARD}: its SHA-256 is not that of what was saved" in refusal(checkpoint)
+    assert f"{SHARD}: its SHA-256 does not match manifest.json" in refusal(checkpoint)
 
 
 def unreadable_on_rank_1(path: Path) -> str:

@@ -136,7 +136,7 @@ CONVERSION_MISTAKES: dict[str, tuple[Mistake, str]] = {
         rf"b\.safetensors and .* must list the same tensors; only one of them has: {_NORM}, x",
     ),
     "import: a shard that is not there": (in_shards({_NORM: "a.safetensors"}), r"a\.safetensors: No such file"),
-    "import: a folder that is there": (out_is_there, "new exists, and nothing is overwritten"),
+    "import: a folder that is there": (out_is_there, "new already exists and will not be overwritten"),
     "import: a tokenizer that is none": (tokenizer_that_is_none, r"tokenizer\.json"),
     "import: a tokenizer of more tokens than the model": (
         with_tokenizer,

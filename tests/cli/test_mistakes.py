@@ -109,10 +109,10 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(tmp_path):
     wait_for_steps(first, tmp_path / "run", 2)
     second = here(*arguments)
     assert second.code == 2, second
-    assert "already has a run in it" in second.err
+    assert "is in use by another run" in second.err
     assert f'"pid": {first.pid}' in second.err
     third = here(*arguments, "--nproc", 2)
-    assert (third.code, "already has a run in it" in third.err) == (2, True)
+    assert (third.code, "is in use by another run" in third.err) == (2, True)
     assert not list((tmp_path / "run" / "logs").glob("rank-*"))  # nothing between what the first one's ranks say
     assert first.code is None
     first.send_signal(signal.SIGTERM)
@@ -135,7 +135,7 @@ def test_a_full_disk_ends_the_run_with_earlier_checkpoints_as_they_were(tmp_path
     before = snapshot(tmp_path / "run" / "checkpoints")
     [found] = ranks(1, here_with_files_up_to, 64 * 1024, *arguments)  # bytes: below a checkpoint, above the metrics
     assert found.code == 2, found
-    assert "step 2 is not saved, earlier checkpoints are as they were" in found.err
+    assert "step 2 was not saved and earlier checkpoints are unchanged" in found.err
     assert snapshot(tmp_path / "run" / "checkpoints") == before
 
 

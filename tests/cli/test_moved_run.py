@@ -81,7 +81,7 @@ def test_the_checkpoints_of_a_run_may_be_on_another_disk(original, moved):
 def test_a_checkpoint_that_is_not_complete_is_told_once(original, moved, caplog):
     (moved / "checkpoints" / "step-00000009").mkdir()
     assert generate(moved).out == original.text.out
-    assert caplog.text.count("step-00000009 is not a complete checkpoint: it is passed over") == 1
+    assert caplog.text.count("step-00000009: it is not a complete checkpoint") == 1
 
 
 def test_it_evaluates_on_data_in_their_new_place(original, moved):

@@ -19,8 +19,8 @@ QUOTED = [
     "waiting for rank",
     "does not answer",
     "no step in",
-    "already has a run in it",
-    "is not a complete checkpoint: it is passed over",
+    "is in use by another run",
+    "it is not a complete checkpoint",
     "changed since step",
     "nothing to do: ",
 ]

@@ -11,7 +11,7 @@ from megalith.storage import explained
 def test_a_full_disk_is_named_with_the_way_out():
     full = Path("/dev/full")  # Linux: every write to it is out of space
     with (
-        pytest.raises(StorageError, match=r"cannot write /dev/full: No space left on device; free space there, or"),
+        pytest.raises(StorageError, match=r"cannot write /dev/full: No space left on device; free up space there, or"),
         explained("write", full),
     ):
         full.write_text("x")
@@ -20,7 +20,7 @@ def test_a_full_disk_is_named_with_the_way_out():
 def test_a_file_in_the_place_of_a_folder_is_named_with_the_way_out(tmp_path):
     (tmp_path / "runs").write_text("")
     with (
-        pytest.raises(StorageError, match=r"Not a directory; a file stands where a folder is wanted"),
+        pytest.raises(StorageError, match=r"Not a directory; expected a folder but found a file"),
         explained("write", tmp_path / "runs" / "a"),
     ):
         (tmp_path / "runs" / "a").mkdir()

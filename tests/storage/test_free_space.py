@@ -18,5 +18,5 @@ def test_free_bytes_are_those_of_statvfs_even_for_a_folder_to_come(tmp_path):
 def test_too_little_space_is_refused_with_both_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(free_space, "free_bytes", lambda _: 2_500_000_000)
     require_free_bytes(tmp_path, 2_500_000_000)
-    with pytest.raises(StorageError, match=r"needs 3.10 GB and its disk has 2.50 GB left; free space"):
+    with pytest.raises(StorageError, match=r"needs 3.10 GB, but its disk has only 2.50 GB left; free up space"):
         require_free_bytes(tmp_path, 3_100_000_000)

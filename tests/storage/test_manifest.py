@@ -95,7 +95,7 @@ def test_a_manifest_of_another_version_is_refused_and_not_taken_for_damaged(fold
     (folder / MANIFEST).write_text(content)
     for read in (read_manifest, has_all_files):
         with pytest.raises(
-            CheckpointError, match=r"must be of format .* 1\); got \('megalith checkpoint', 2\); use the"
+            CheckpointError, match=r"must have format .* 1\); got \('megalith checkpoint', 2\); use the"
         ):
             read(LocalStore(folder))
 

@@ -35,7 +35,10 @@ def test_an_error_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("make", [os.mkdir, lambda path: path.write_text("mine"), lambda path: path.symlink_to("none")])
 def test_nothing_is_overwritten(make, tmp_path):
     make(tmp_path / "new")
-    with pytest.raises(StorageError, match="new exists, and nothing is overwritten"), new_folder(tmp_path / "new"):
+    with (
+        pytest.raises(StorageError, match="new already exists and will not be overwritten"),
+        new_folder(tmp_path / "new"),
+    ):
         pytest.fail("the folder is there")
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
@@ -55,7 +58,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
 
 def test_of_two_processes_that_make_it_the_second_is_refused(tmp_path):
     with RunLock(tmp_path / ".new.tmp"):
-        with pytest.raises(StorageError, match="already has a run in it"), new_folder(tmp_path / "new"):
+        with pytest.raises(StorageError, match="is in use by another run"), new_folder(tmp_path / "new"):
             pytest.fail("another one makes it")
         assert (tmp_path / ".new.tmp").exists()
 
@@ -68,7 +71,10 @@ def test_what_is_not_left_by_a_killed_process_is_not_emptied(tmp_path):
     (tmp_path / ".folder.tmp").mkdir()
     (tmp_path / ".folder.tmp" / "file").write_text("mine")
     for name in ("link", "folder"):
-        with pytest.raises(StorageError, match="is not ours to empty; move it away"), new_folder(tmp_path / name):
+        with (
+            pytest.raises(StorageError, match="was not left by a killed run; move it away"),
+            new_folder(tmp_path / name),
+        ):
             pytest.fail("something else is there")
         assert (tmp_path / f".{name}.tmp" / "file").read_text() == "mine"
 

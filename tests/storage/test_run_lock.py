@@ -34,7 +34,7 @@ def holder(tmp_path):
 
 
 def test_a_second_run_is_refused_by_name_of_the_first_until_kill_9_ends_that(tmp_path, holder):
-    who = rf'already has a run in it: {{"pid": {holder.pid}, "host": "{re.escape(socket.gethostname())}"}}; wait'
+    who = rf'is in use by another run: {{"pid": {holder.pid}, "host": "{re.escape(socket.gethostname())}"}}; wait'
     with pytest.raises(StorageError, match=who):
         RunLock(tmp_path / "run")
     os.kill(holder.pid, signal.SIGKILL)
@@ -51,7 +51,7 @@ def test_a_refused_run_leaves_the_lock_as_it_is(tmp_path, holder):
 
 def test_a_lock_makes_the_folder_and_can_be_released(tmp_path):
     lock = RunLock(tmp_path / "runs" / "new")
-    with pytest.raises(StorageError, match="already has a run in it"):
+    with pytest.raises(StorageError, match="is in use by another run"):
         RunLock(tmp_path / "runs" / "new")
     lock.release()
     lock.release()
@@ -64,7 +64,7 @@ def test_a_file_system_without_locks_is_told_and_not_refused(tmp_path, monkeypat
 
     monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
     RunLock(tmp_path).release()
-    assert f"{tmp_path} has no file locks: a second run in this folder would not be noticed" in caplog.text
+    assert f"the file system of {tmp_path} has no locks: a second run there would not be detected" in caplog.text
 
 
 def test_another_failure_of_the_lock_is_an_error_and_leaks_no_descriptor(tmp_path, monkeypatch):
@@ -80,5 +80,5 @@ def test_another_failure_of_the_lock_is_an_error_and_leaks_no_descriptor(tmp_pat
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot lock .*a file stands where a folder is wanted"):
+    with pytest.raises(StorageError, match=r"cannot lock .*expected a folder but found a file"):
         RunLock(tmp_path / "file")

@@ -158,7 +158,7 @@ LOSSES: dict[Callable[[Path], None], str] = {
     delete_steps: "latest names a checkpoint",
     damage_manifests: "step-00000002/manifest.json is damaged",
     delete_manifests: "step-00000004 is not a complete checkpoint: it has no manifest.json",
-    damage_shards: f"{SHARD}: its SHA-256 is not that of what was saved",
+    damage_shards: f"{SHARD}: its SHA-256 does not match manifest.json",
     set_all_aside: "step-00000004.damaged was set aside as damaged",
 }
 
@@ -337,7 +337,11 @@ def test_what_an_earlier_version_wrote_otherwise_is_no_change(finished, tmp_path
     ("override", "change", "misfit"),
     [
         ("model.num_layers=2", "model.num_layers 1 -> 2, train.steps 4 -> 6", "missing: model.layers.1"),
-        ("precision.dtype=float64", 'train.steps 4 -> 6, precision.dtype "float32" -> "float64"', "torch.float32 was"),
+        (
+            "precision.dtype=float64",
+            'train.steps 4 -> 6, precision.dtype "float32" -> "float64"',
+            "the checkpoint has torch.float32",
+        ),
         ("optim.name=sgd", 'train.steps 4 -> 6, optim.name "adamw" -> "sgd"', "unexpected: optimizer."),
     ],
 )

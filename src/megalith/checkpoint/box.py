@@ -70,7 +70,7 @@ def first_miscount(whole: Box, boxes: Iterable[Box]) -> tuple[tuple[int, ...], i
     cut = [d for d, ends in enumerate(whole.ranges) if any(piece.ranges[d] != ends for piece in pieces)]
     # a box has 2 ** dimensions corners, and the index is untrusted
     if len(cut) > _MOST_CUT_DIMENSIONS:
-        raise CheckpointError(f"a tensor may be cut along at most {_MOST_CUT_DIMENSIONS} dimensions; got {len(cut)}")
+        raise CheckpointError(f"a tensor may be split along at most {_MOST_CUT_DIMENSIONS} dimensions; got {len(cut)}")
     corners: Counter[tuple[int, ...]] = Counter()
     for box, weight in [(whole, -1), *((piece, 1) for piece in pieces)]:
         ends = [((box.ranges[d][0], 1), (box.ranges[d][1], -1)) for d in cut]
@@ -100,7 +100,7 @@ def local_part(name: str, tensor: Tensor) -> tuple[Box, Tensor]:
     local: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if box.num_elements and box.shape != tuple(local.shape):
         raise CheckpointError(
-            f"{name}: of shape {list(tensor.shape)} this rank should hold {list(box.shape)} by its placements, "
-            f"and its local tensor is {list(local.shape)}; make it with distribute_tensor or fully_shard"
+            f"{name}: the local tensor must have shape {list(box.shape)}, this rank's part of {list(tensor.shape)} "
+            f"according to its placements; got {list(local.shape)}; create it with distribute_tensor or fully_shard"
         )
     return box, local

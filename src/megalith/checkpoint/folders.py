@@ -76,7 +76,7 @@ def complete_steps(store: Store, *, tell_below: float = 0) -> Iterator[str]:
         if has_all_files(store / name):
             yield name
         elif _number_of(name) < tell_below:
-            log.warning("%s is not a complete checkpoint: it is passed over", store / name)
+            log.warning("skipping %s: it is not a complete checkpoint", store / name)
 
 
 def set_aside_damaged(path: Location) -> Location:
@@ -97,7 +97,7 @@ def rename_damaged(store: Store, name: str) -> str:
     """``set_aside_damaged`` for one process; returns the new name of the folder ``name``. Raises StorageError."""
     aside = _free_name(f"{name}.damaged", store.names())
     store.rename(name, aside)
-    log.warning("%s is damaged: it is kept as %s and used no more", store / name, aside)
+    log.warning("%s is damaged: it was renamed to %s and will not be used", store / name, aside)
     return aside
 
 
@@ -108,7 +108,7 @@ def remove_old(store: Store, keep_last: int, but_not: Collection[str]) -> None:
             if name not in but_not:
                 store.remove_folder(name)
     except (StorageError, CheckpointError) as error:
-        log.warning("old checkpoints in %s cannot be removed: %s", store, error)
+        log.warning("failed to remove old checkpoints in %s: %s", store, error)
 
 
 def discard(store: Store, name: str) -> None:

@@ -66,7 +66,7 @@ def parse_index(content: bytes) -> dict[str, StoredTensor]:
     try:
         return {name: _stored_tensor(entry) for name, entry in json.loads(content)["tensors"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(f"{INDEX} is not an index of tensors: {error!r}") from error
+        raise CheckpointError(f"{INDEX} is not a valid tensor index: {error!r}") from error
 
 
 def _stored_tensor(entry: Any) -> StoredTensor:
@@ -77,10 +77,10 @@ def _stored_tensor(entry: Any) -> StoredTensor:
     for piece in entry["boxes"]:
         box = Box(tuple((_exactly(int, start), _exactly(int, stop)) for start, stop in piece["ranges"]))
         if len(box.ranges) != len(shape) or box.num_elements == 0 or box.overlap(Box.whole(shape)) != box:
-            raise ValueError(f"box {piece['ranges']} does not lie in shape {shape}")
+            raise ValueError(f"box {piece['ranges']} must be non-empty and lie within shape {shape}")
         file = _exactly(str, piece["file"])
         if Path(file).name != file or Path(file).suffix != ".safetensors":
-            raise ValueError(f"file {file!r} must be a .safetensors file of the folder itself")
+            raise ValueError(f"file {file!r} must be a .safetensors file directly in the folder")
         pieces.append(Piece(file, _exactly(str, piece["key"]), box))
     return StoredTensor(shape, entry["dtype"], tuple(pieces))
 

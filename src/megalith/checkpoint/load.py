@@ -85,12 +85,12 @@ def read_state(location: str | Path | Store) -> dict[str, Any]:
         path = store / STATE
         record = read_manifest(store).get(STATE)
         if record is not None and record.bytes > MOST_STATE_BYTES:
-            raise CheckpointError(f"{path} may have {MOST_STATE_BYTES} bytes at most; it has {record.bytes}; {WAY_OUT}")
+            raise CheckpointError(f"{path} may have at most {MOST_STATE_BYTES} bytes; it has {record.bytes}; {WAY_OUT}")
         content = read_verified(store, STATE)
         try:
             state = json.loads(content.decode("utf-8"))  # given bytes, json would accept UTF-16 too
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} must be JSON in UTF-8, and is not: {error}; {WAY_OUT}") from error
+            raise CheckpointError(f"{path} is not valid JSON in UTF-8: {error}; {WAY_OUT}") from error
         if not isinstance(state, dict):
             raise CheckpointError(f"{path} must be a JSON object; got {shown(state)}; {WAY_OUT}")
     return state
@@ -112,9 +112,9 @@ def _misfit(stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor], cast
         saved_shape, saved_dtype = stored[name].shape, getattr(torch, stored[name].dtype)
         castable = cast and dtype.is_floating_point and saved_dtype.is_floating_point
         if shape != saved_shape:
-            misfit.wrong[name] = f"shape {list(saved_shape)} was saved, and {list(shape)} is wanted"
+            misfit.wrong[name] = f"expected shape {list(shape)}, but the checkpoint has {list(saved_shape)}"
         elif dtype != saved_dtype and not castable:
-            misfit.wrong[name] = f"{saved_dtype} was saved, and {dtype} is wanted"
+            misfit.wrong[name] = f"expected {dtype}, but the checkpoint has {saved_dtype}"
     return misfit
 
 
@@ -129,14 +129,14 @@ def _refuse(store: Store, misfits: list[_Misfit], stored: Iterable[str]) -> None
     nearest = {name: difflib.get_close_matches(name, stored, n=1) for name in sorted(missing)[:_NEAREST_FOR]}
     lines = []
     for name in sorted(missing):
-        hint = f" (nearest there: {nearest[name][0]})" if nearest.get(name) else ""
+        hint = f" (closest name in the checkpoint: {nearest[name][0]})" if nearest.get(name) else ""
         lines.append(f"missing: {name}{hint}")
     lines += [f"unexpected: {name}" for name in sorted(unexpected)]
     lines += [f"{name}: {wrong[name]}" for name in sorted(wrong)]
     raise everywhere(
         CheckpointError(
-            f"{store} does not fit, and nothing is loaded:\n  "
+            f"{store} does not match the tensors to load, and nothing was loaded:\n  "
             + "\n  ".join(lines)
-            + "\nwas it saved by a model of another shape or dtype? give this run the settings of the one that saved it"
+            + "\nif it was saved by a model of a different shape or dtype, use the settings of the run that saved it"
         )
     )

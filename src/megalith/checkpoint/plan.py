@@ -74,21 +74,22 @@ def _stored(name: str, offer: Offer, pieces: list[Piece]) -> StoredTensor:
     wanted, held = prod(offer.shape), sum(piece.box.num_elements for piece in pieces)
     if held != wanted:
         raise CheckpointError(
-            f"{name} has {wanted} elements and the ranks together hold {held}, in {len(pieces)} boxes"
+            f"{name} has {wanted} elements, but the ranks together hold {held}, in {len(pieces)} boxes"
         )
     if miscount := first_miscount(Box.whole(offer.shape), (piece.box for piece in pieces)):
         element, count = miscount
         raise CheckpointError(
-            f"each element of {name} must be in one box of the ranks; {list(element)} is in {count} of {len(pieces)}"
+            f"each element of {name} must be in exactly one of the {len(pieces)} boxes that the ranks hold; "
+            f"{list(element)} is in {count}"
         )
     return StoredTensor(offer.shape, offer.dtype, tuple(sorted(pieces, key=lambda piece: piece.box)))
 
 
 def _check_format(name: str, offer: Offer) -> None:
     if "@" in name or name == "__metadata__":
-        raise CheckpointError(f"a tensor may not be named {name!r}: the file format uses that itself; rename it")
+        raise CheckpointError(f"a tensor may not be named {name!r}: '@' and '__metadata__' are reserved; rename it")
     if offer.dtype not in DTYPES:
-        raise CheckpointError(f"{name}: a checkpoint holds {', '.join(DTYPES)}; got {offer.dtype}")
+        raise CheckpointError(f"{name}: dtype must be one of {', '.join(DTYPES)}; got {offer.dtype}")
 
 
 def _itemsize(dtype: str) -> int:

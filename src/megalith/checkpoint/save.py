@@ -71,7 +71,7 @@ def save_checkpoint(
             raised on every rank; earlier checkpoints and ``latest`` are unchanged.
     """
     store, name = open_store(folder), step_name(step)
-    task = f"step {step} is not saved, earlier checkpoints are as they were"
+    task = f"step {step} was not saved and earlier checkpoints are unchanged"
     with agreed(task):
         parts = {name: local_part(name, tensor) for name, tensor in tensors.items()}
     offers_by_rank = gather([_offer(name, tensor, parts[name][0]) for name, tensor in tensors.items()])
@@ -112,10 +112,10 @@ def _check_arguments(step: int, state: Mapping[str, Any], keep_last: int) -> Non
     try:
         num_bytes = len(_json_of(state))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the state must be JSON: {error}") from error
+        raise CheckpointError(f"the state must be JSON-serializable: {error}") from error
     if num_bytes > MOST_STATE_BYTES:
         raise CheckpointError(
-            f"the state may have {MOST_STATE_BYTES} bytes of JSON at most; it has {num_bytes}; save arrays as tensors"
+            f"the state may have at most {MOST_STATE_BYTES} bytes as JSON; it has {num_bytes}; save arrays as tensors"
         )
 
 
@@ -157,7 +157,7 @@ def _publish(
     if is_there:
         if read_manifest(store / name) != files:
             raise CheckpointError(
-                f"{store / name} is complete already and holds something else; give this run another folder, or move "
+                f"{store / name} already exists with different contents; use another folder for this run, or move "
                 "that one"
             )
         return
@@ -194,6 +194,6 @@ def _check_sizes(staged: Store, files: Mapping[str, FileRecord]) -> None:
     for file, record in files.items():
         if seen.get(file) != record.bytes:
             raise StorageError(
-                f"{record.bytes} bytes were written to {staged / file} and rank 0 sees {seen.get(file, 'no file')}; "
+                f"{record.bytes} bytes were written to {staged / file}, but rank 0 sees {seen.get(file, 'no file')}; "
                 "all machines must share the file system of the checkpoints"
             )

@@ -73,11 +73,11 @@ class ShardFile:
         if dims is not None:
             box, part, into = box.permuted(dims), part.permuted(dims), into.permute(dims)
         if key not in self._entries:
-            raise CheckpointError(f"it has no tensor {key}")
+            raise CheckpointError(f"tensor {key} is not in the file")
         entry = self._entries[key]
         if (entry.dtype, entry.shape) != (DTYPES[dtype], box.shape):
             raise CheckpointError(
-                f"{key} must be {DTYPES[dtype]} {list(box.shape)} by the index; the file has {entry.dtype} "
+                f"{key} must be {DTYPES[dtype]} {list(box.shape)} according to the index; the file has {entry.dtype} "
                 f"{list(entry.shape)}"
             )
         self._copy(getattr(torch, dtype), entry.begin, entry.shape, part.slices_in(box), into)

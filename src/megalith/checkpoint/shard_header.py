@@ -77,27 +77,27 @@ def read_header(store: Store, name: str) -> dict[str, ShardEntry]:
     """
     num_bytes = store.size(name)
     if num_bytes < 8:
-        raise CheckpointError(f"a safetensors file begins with 8 bytes of length; it has {num_bytes} bytes")
+        raise CheckpointError(f"a safetensors file begins with an 8-byte header length; the file has {num_bytes} bytes")
     length = int.from_bytes(store.read(name, 0, 8), "little")
     if length > min(num_bytes - 8, _LONGEST):
         raise CheckpointError(
-            f"its header should take {length:,} bytes; the file has {num_bytes:,}, and {_LONGEST:,} are read, as of a "
-            "quarter of a million tensors; save a model of more in several files"
+            f"its header must fit in the file ({num_bytes:,} bytes) and have at most {_LONGEST:,} bytes, enough for "
+            f"250,000 tensors; got {length:,}; save a model with more tensors in several files"
         )
     try:
         return _parse(store.read(name, 8, 8 + length), 8 + length, num_bytes)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"its header is not that of a safetensors file: {error}") from error
+        raise CheckpointError(f"invalid safetensors header: {error}") from error
 
 
 def _parse(text: bytes, first: int, last: int) -> dict[str, ShardEntry]:
     """Returns the entries of a header whose elements span bytes ``first`` to ``last``. Raises ValueError or similar."""
     if not text.startswith(b"{"):
-        raise ValueError(f"it begins with {text[:1]!r}, not with '{{'")
+        raise ValueError(f"it must begin with '{{'; got {text[:1]!r}")
     header, entries = _Header(text), dict[str, ShardEntry]()
     for key in header.members():
         if key in entries:
-            raise ValueError("a key is there twice")
+            raise ValueError("duplicate key")
         if key == _METADATA:
             for _ in header.members():
                 header.skip_text()
@@ -108,11 +108,11 @@ def _parse(text: bytes, first: int, last: int) -> dict[str, ShardEntry]:
     for key in sorted(entries, key=lambda key: (entries[key].begin, entries[key].end)):
         if entries[key].begin != end:
             raise ValueError(
-                f"{key} must begin at byte {end}, where the one before ends; it begins at {entries[key].begin}"
+                f"{key} must begin at byte {end}, without gap or overlap; it begins at {entries[key].begin}"
             )
         end = entries[key].end
     if end != last:
-        raise ValueError(f"its tensors end at byte {end}, and the file at {last}")
+        raise ValueError(f"the tensors end at byte {end}, but the file ends at byte {last}")
     return entries
 
 
@@ -152,12 +152,12 @@ class _Header:
     def skip_text(self) -> None:
         """Skips the next string, a metadata value or a name."""
         if self._next() != b'"':
-            raise ValueError(f"a name, or a value of {_METADATA}, must be text; byte {self._at} begins something else")
+            raise ValueError(f"names and the values of {_METADATA} must be strings; byte {self._at} does not begin one")
         start = end = self._at
         while True:
             end = self._text.find(b'"', end + 1)
             if end < 0:
-                raise ValueError(f"the text at byte {start} has no end")
+                raise ValueError(f"unterminated string at byte {start}")
             before = end
             while self._text[before - 1] == 0x5C:  # a backslash: an odd number of them escapes the quotation mark
                 before -= 1
@@ -178,37 +178,37 @@ class _Header:
     def end(self) -> None:
         """Checks that only whitespace follows."""
         if self._next():
-            raise ValueError(f"something follows the object, at byte {self._at}")
+            raise ValueError(f"unexpected content after the object, at byte {self._at}")
 
     def _next(self) -> bytes:
         """Skips whitespace and returns the next byte, empty at the end."""
         spaces = _SPACES.match(self._text, self._at)
-        assert spaces is not None, "it matches the empty text"
+        assert spaces is not None, "the pattern matches an empty string"
         self._at = spaces.end()
         return self._text[self._at : self._at + 1]
 
     def _take(self, *wanted: bytes) -> bytes:
         found = self._next()
         if found not in wanted:
-            raise ValueError(f"byte {self._at} must be {b' or '.join(wanted).decode()}; it is {found!r}")
+            raise ValueError(f"expected {b' or '.join(wanted).decode()} at byte {self._at}; got {found!r}")
         self._at += 1
         return found
 
 
 def _entry(key: str, first: int, dtype: str, shape: list[int], data_offsets: list[int]) -> ShardEntry:
     if dtype not in _ITEMSIZES:
-        raise ValueError(f"{key} must be one of {', '.join(_ITEMSIZES)}; it is {dtype}")
+        raise ValueError(f"{key}: dtype must be one of {', '.join(_ITEMSIZES)}; got {dtype}")
     begin, end = data_offsets
     for number in (*shape, begin, end):
         if type(number) is not int or number < 0:
-            raise ValueError(f"{key} must have sizes and offsets that are integers from 0 on; got {number!r}")
+            raise ValueError(f"{key}: shape and data_offsets must be non-negative integers; got {number!r}")
     if end - begin != prod(shape) * _ITEMSIZES[dtype]:
-        raise ValueError(f"{key} is {dtype} {shape} and cannot take the {end - begin} bytes that it has")
+        raise ValueError(f"{key}: data_offsets span {end - begin} bytes, which does not match {dtype} {shape}")
     return ShardEntry(dtype, tuple(shape), first + begin, first + end)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("duplicate key")
     return content

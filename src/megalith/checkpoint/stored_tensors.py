@@ -100,10 +100,15 @@ class StoredTensors:
         overlaps = [(piece, both) for piece in self.tensors[name].pieces if (both := piece.box.overlap(wanted))]
         found = sum(both.num_elements for _, both in overlaps)
         if found != wanted.num_elements:
-            raise CheckpointError(f"{INDEX} gives {found} of the {wanted.num_elements} elements of {name} wanted here")
+            raise CheckpointError(
+                f"{INDEX} must list each of the {wanted.num_elements} elements of {name} needed here once; "
+                f"it lists {found}"
+            )
         if miscount := first_miscount(wanted, (both for _, both in overlaps)):
             element, count = miscount
-            raise CheckpointError(f"{INDEX} gives {name} in boxes of which {count} hold element {list(element)}, not 1")
+            raise CheckpointError(
+                f"{INDEX} must list each element of {name} in exactly one box; {list(element)} is in {count}"
+            )
         return overlaps
 
     def _opened(self, file: str) -> ShardFile:

@@ -38,15 +38,15 @@ def verify_checkpoint(location: str | Path | Store) -> None:
     if problems := {problem for each in found for problem in each.problems} | _disagreement(found):
         raise everywhere(
             CheckpointError(
-                f"{store} is not what was saved, and is not loaded:\n  "
+                f"{store} failed verification and was not loaded:\n  "
                 + "\n  ".join(sorted(problems))
-                + "\nuse an older checkpoint of the run, or copy this one again from where it came"
+                + "\nuse an older checkpoint of the run, or copy this one again from its source"
             )
         )
     if (unlisted := sorted({name for each in found for name in each.unlisted})) and rank() == 0:
         more = f" and {len(unlisted) - _SHOWN} more" if len(unlisted) > _SHOWN else ""
         log.warning(
-            "%s has files that %s does not list, and they are ignored: %s%s",
+            "%s has files that are not listed in %s and are ignored: %s%s",
             *(store, MANIFEST, ", ".join(unlisted[:_SHOWN]), more),
         )
 
@@ -64,7 +64,7 @@ def read_verified(store: Store, name: str) -> bytes:
         content = store.read(name)
         if wanted == record_of([content]):
             return content
-    raise CheckpointError(f"{store / name} is damaged: its content is not what {MANIFEST} lists")
+    raise CheckpointError(f"{store / name} is damaged: its content does not match {MANIFEST}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _inspect(store: Store) -> _Findings:
     except CheckpointError as error:
         return _Findings(None, [f"{error}{_steps_nearby(store)}"])
     problems = [
-        f"{name}: only .safetensors and .json files are read, and {MANIFEST} may list no other"
+        f"{name}: {MANIFEST} may list only .safetensors and .json files; no others are read"
         for name in records
         if Path(name).suffix not in _SUFFIXES
     ]
@@ -101,7 +101,7 @@ def _disagreement(found: list[_Findings]) -> set[str]:
     manifests = {each.manifest for each in found}
     if None in manifests or len(manifests) == 1:
         return set()
-    return {f"{MANIFEST}: ranks read different ones; all machines must share the file system of the checkpoints"}
+    return {f"{MANIFEST}: ranks read different versions; all machines must share the file system of the checkpoints"}
 
 
 def _digest(records: Mapping[str, FileRecord]) -> str:
@@ -113,11 +113,11 @@ def _damage(store: Store, name: str, wanted: FileRecord) -> str | None:
     try:
         num_bytes = store.size(name)
         if num_bytes != wanted.bytes:
-            return f"{name}: {wanted.bytes} bytes were saved, and it has {num_bytes}"
+            return f"{name}: {wanted.bytes} bytes were saved, but the file has {num_bytes}"
         found = record_of(store.parts(name))
     except MissingFileError:
-        return f"{name}: it is missing"
-    return None if found == wanted else f"{name}: its SHA-256 is not that of what was saved"
+        return f"{name}: the file is missing"
+    return None if found == wanted else f"{name}: its SHA-256 does not match {MANIFEST}"
 
 
 def _steps_nearby(store: Store) -> str:
@@ -127,4 +127,4 @@ def _steps_nearby(store: Store) -> str:
     except MissingFileError:  # it is a file
         return ""
     steps = [path for path in found if path.split()[1].startswith("step-")]
-    return f"; give one of its steps, as {steps[-1]}" if steps else ""
+    return f"; use one of its steps, such as {steps[-1]}" if steps else ""

@@ -9,22 +9,22 @@ from megalith.errors import MissingFileError, StorageError
 
 __all__ = ["explained"]
 
-_ROOM = "free space there, or choose a folder on another disk"
-_RIGHTS = "choose a folder that this user may write"
+_ROOM = "free up space there, or choose a folder on another disk"
+_RIGHTS = "choose a folder that this user can write to"
 _WAYS_OUT = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose a folder on another disk",
+    errno.EFBIG: "raise the file size limit (ulimit -f), or choose a folder on another disk",
     errno.EACCES: _RIGHTS,
     errno.EPERM: _RIGHTS,
     errno.EROFS: _RIGHTS,
     errno.ENOENT: "check the path; with several machines the folder must be on a file system that all of them share",
     errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "check where the links lead",
-    errno.EISDIR: "a folder stands where a file is wanted: check the path",
+    errno.ELOOP: "check where the symbolic links point",
+    errno.EISDIR: "expected a file but found a folder: check the path",
     errno.EINVAL: "check the path",
-    errno.ENOTDIR: "a file stands where a folder is wanted: choose another folder",
-    errno.EEXIST: "a file stands where a folder is wanted: choose another folder",
+    errno.ENOTDIR: "expected a folder but found a file: choose another folder",
+    errno.EEXIST: "expected a folder but found a file: choose another folder",
 }
 
 
@@ -35,7 +35,7 @@ def explained(action: str, path: Path) -> Iterator[None]:
     The error is a MissingFileError if the file or folder does not exist.
     """
     if "\0" in str(path):
-        raise StorageError(f"cannot {action} {str(path)!r}: no path has a NUL character; check the path")
+        raise StorageError(f"cannot {action} {str(path)!r}: a path cannot contain a NUL character; check the path")
     try:
         yield
     except StorageError:

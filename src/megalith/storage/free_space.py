@@ -14,7 +14,7 @@ def free_bytes(folder: Path) -> int:
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
-    with explained("ask for the free space of", existing):
+    with explained("query the free space of", existing):
         return shutil.disk_usage(existing).free
 
 
@@ -23,8 +23,8 @@ def require_free_bytes(folder: Path, num_bytes: int) -> None:
     free = free_bytes(folder)
     if free < num_bytes:
         raise StorageError(
-            f"{folder} needs {_readable(num_bytes)} and its disk has {_readable(free)} left; "
-            "free space there, or choose a folder on another disk"
+            f"{folder} needs {_readable(num_bytes)}, but its disk has only {_readable(free)} left; "
+            "free up space there, or choose a folder on another disk"
         )
 
 

@@ -10,7 +10,7 @@ from megalith.errors import CheckpointError
 
 __all__ = ["MOST_COUNTED", "WAY_OUT", "JsonFields", "float_sized", "shown"]
 
-WAY_OUT = "use an older checkpoint, or copy this one again from where it came"
+WAY_OUT = "use an older checkpoint, or copy this one again from its source"
 
 # above any count of a run, and small enough that sample number times tokens per sample fits int64
 MOST_COUNTED = 10**14
@@ -30,7 +30,7 @@ def float_sized(digits: str) -> int:
     """Parses a JSON integer, as ``parse_int`` of ``json.loads``. Raises ValueError if it is too large for a float."""
     number = int(digits)
     if abs(number) > sys.float_info.max:
-        raise ValueError(f"an integer of {len(digits)} digits")
+        raise ValueError(f"integer of {len(digits)} digits is too large")
     return number
 
 
@@ -80,7 +80,7 @@ class JsonFields:
         """Raises CheckpointError if there are other fields."""
         if other := sorted(self.values.keys() - set(fields)):
             raise CheckpointError(
-                f"{self.name or 'it'} must have {', '.join(fields)} and no other; it has {shown(other[0])}; {WAY_OUT}"
+                f"{self.name or 'it'} must have only the fields {', '.join(fields)}; got {shown(other[0])}; {WAY_OUT}"
             )
 
     def wrong(self, field: str, wanted: str) -> CheckpointError:

@@ -71,7 +71,7 @@ def read_manifest(store: Store) -> dict[str, FileRecord]:
     try:
         if (num_bytes := store.size(MANIFEST)) > _MOST_BYTES:
             raise CheckpointError(
-                f"{path} is damaged: it has {num_bytes:,} bytes, and at most {_MOST_BYTES:,} are read"
+                f"{path} is damaged: it has {num_bytes:,} bytes, more than the limit of {_MOST_BYTES:,}"
             )
         content = json.loads(store.read(MANIFEST))
         found = (content["format"], content["version"])
@@ -81,9 +81,11 @@ def read_manifest(store: Store) -> dict[str, FileRecord]:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if found != (_FORMAT, _VERSION):
-        raise _OtherFormatError(f"{path} must be of format {(_FORMAT, _VERSION)}; got {found}; use the Megalith of it")
+        raise _OtherFormatError(
+            f"{path} must have format {(_FORMAT, _VERSION)}; got {found}; use the Megalith version that wrote it"
+        )
     if sha256 != _digest(table):
-        raise CheckpointError(f"{path} is damaged: its table does not have the SHA-256 that it states")
+        raise CheckpointError(f"{path} is damaged: the SHA-256 that it states does not match its table")
     try:
         return {name: _record(name, **entry) for name, entry in table.items()}
     except (AttributeError, TypeError) as error:
@@ -118,7 +120,7 @@ def _record(name: str, bytes: int, sha256: str) -> FileRecord:
         or type(bytes) is not int
         or type(sha256) is not str
     ):
-        raise TypeError(f"{name!r} must be a file of the folder itself, with its size and SHA-256")
+        raise TypeError(f"{name!r} must be a file directly in the folder, with its size and SHA-256")
     return FileRecord(bytes, sha256)
 
 

@@ -30,11 +30,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     with explained("write", path):
         exists = os.path.lexists(path)
     if exists:
-        raise StorageError(f"{path} exists, and nothing is overwritten; choose another folder")
+        raise StorageError(f"{path} already exists and will not be overwritten; choose another folder")
     temporary = path.with_name(hidden(path.name))
     with explained("write", temporary):
         if temporary.is_symlink() or (temporary.is_dir() and not _is_left_over(temporary)):
-            raise StorageError(f"{temporary} is where {path} would be made, and is not ours to empty; move it away")
+            raise StorageError(
+                f"{temporary}, needed to create {path}, exists and was not left by a killed run; move it away"
+            )
     with RunLock(temporary):
         try:
             with explained("write", temporary):

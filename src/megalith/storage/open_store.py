@@ -30,7 +30,9 @@ def open_store(location: str | Path | Store) -> Store:
     if isinstance(location, Path) or not separator:
         return LocalStore(Path(location))
     if scheme not in _STORES:
-        raise ConfigError(f"{location} must be a path, or a URL with one of {', '.join(_STORES)}; got {scheme}")
+        raise ConfigError(
+            f"{location} must be a path, or a URL with a supported scheme ({', '.join(_STORES)}); got {scheme}"
+        )
     return _STORES[scheme](rest)
 
 

@@ -64,12 +64,12 @@ class RunLock:
             except BlockingIOError as error:
                 holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "a process that just started"
                 raise StorageError(
-                    f"{run_folder} already has a run in it: {holder}; wait for it, stop it, "
-                    "or give this run another folder (run=...)"
+                    f"{run_folder} is in use by another run: {holder}; wait for it, stop it, "
+                    "or choose another folder for this run (run=...)"
                 ) from error
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-                log.warning("%s has no file locks: a second run in this folder would not be noticed", run_folder)
+                log.warning("the file system of %s has no locks: a second run there would not be detected", run_folder)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
