@@ -119,7 +119,7 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
             "train.evaluation.every=1": "needs data.valid",
             "train.generation.every=5": "train.generation.prompts is missing",
             "train.generation.prompts=Once": "train.generation.prompts must be a list",
-            "train.generation.prompts=[]": "train.generation.prompts must have 1 entries or more",
+            "train.generation.prompts=[]": "train.generation.prompts must have at least 1 entry",
             'train.generation.prompts=["\\ud800"]': "train.generation.prompts",
             "train.generation.temperature=-1": "temperature must be at least 0",
             "train.batch_size_schedule=soon": "train.batch_size_schedule must be stages",
@@ -160,7 +160,7 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
         }.items()
     },
     # text that no file has
-    "a NUL in a path": (override('run="a\\0b"'), "run must have no NUL"),
+    "a NUL in a path": (override('run="a\\0b"'), "run must not contain a NUL"),
     "half of a surrogate pair in a setting": (override('run="\\ud800"'), "run|unacceptable character"),
     "half of a surrogate pair in an argument": (override("run=\udcff"), "unacceptable character"),
     "half of a surrogate pair in a recipe's name": (lambda _: ["train", "\udcff"], "there is no recipe"),

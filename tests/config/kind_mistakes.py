@@ -15,14 +15,15 @@ KIND_MISTAKES = [
     Mistake({"model.bert.binary_head": False}, r"model.bert.num_token_types is missing; use .*num_token_types=2"),
     Mistake(
         {**BERT, "model.mtp.num_modules": 1},
-        r"model.mtp has no place beside model.bert: .* an encoder sees them; remove model.mtp",
+        r"model.mtp cannot be combined with model.bert: .* an encoder already sees; remove model.mtp",
     ),
     Mistake(
-        {**BERT, "model.moe.num_experts": 4}, r"model.moe has no place beside model.bert: .*padding.*; remove model.moe"
+        {**BERT, "model.moe.num_experts": 4},
+        r"model.moe cannot be combined with model.bert: padding would .*; remove model.moe",
     ),
     Mistake(
         {**BERT, **WRITES},
-        r"train.generation has no place beside model.bert: an encoder writes no text; remove train.generation",
+        r"train.generation cannot be combined with model.bert: an encoder does not .*; remove train.generation",
     ),
     Mistake(
         {**BERT, "model.bert.head": "classification"},
@@ -40,12 +41,10 @@ KIND_MISTAKES = [
         {**BERT, "model.bert.head": "multiple_choice", "model.bert.binary_head": True},
         r"model.bert.binary_head \(True\) has no effect with model.bert.head=multiple_choice, only",
     ),
-    Mistake(
-        RELATIVE, r"position_embedding_type \(relative\) must be relative with model.t5, and with model.t5 alone; use"
-    ),
+    Mistake(RELATIVE, r"position_embedding_type \(relative\) needs model.t5; use .*position_embedding_type=null"),
     Mistake(
         {**T5, "model.position_embedding_type": None},
-        r"position_embedding_type \(rope\) must be relative with model.t5, .*; use .*position_embedding_type=relative",
+        r"position_embedding_type \(rope\) must be relative with model.t5; use .*position_embedding_type=relative",
     ),
     Mistake({**T5, **BERT}, r"model.bert.num_token_types \(2\) must be null with model.t5; remove model.bert"),
     Mistake(
@@ -58,11 +57,11 @@ KIND_MISTAKES = [
     Mistake({**T5, "model.num_query_groups": 4}, r"model.num_query_groups \(4\) must be 12 with model.t5; "),
     Mistake(
         {**T5, "model.relative_position.num_buckets": 10},
-        r"num_buckets \(10\) must be divisible by 4: .*; use model.relative_position.num_buckets=12",
+        r"num_buckets \(10\) must be divisible by 4, .*; use model.relative_position.num_buckets=12",
     ),
     Mistake(
         {**T5, "model.relative_position.max_distance": 16},
-        r"max_distance \(16\) must be above 16, the distances .*; use model.relative_position.max_distance=128",
+        r"max_distance \(16\) must be above 16, the number of distances .*; use .*max_distance=128",
     ),
     Mistake(
         {"model.relative_position.num_buckets": 8},

@@ -41,15 +41,21 @@ MISTAKES = [
         {"optim.adam": {"eps": 1e-6}}, r"no group optim.adam; did you mean optim.adamw\? use optim.adamw.eps=1.0e-06"
     ),
     Mistake({"train.wsd": {"zzz": 1}}, r"no group train.wsd; did you mean optim.wsd\? remove train.wsd"),
-    Mistake({"optim.zzz": {"yyy": 1}}, r"no group optim.zzz; groups are optim.weight_decay_ramp, .*; remove optim.zzz"),
+    Mistake(
+        {"optim.zzz": {"yyy": 1}},
+        r"no group optim.zzz; available groups: optim.weight_decay_ramp, .*; remove optim.zzz",
+    ),
     Mistake({"optim.adamw": 0.9}, r"optim.adamw must be a group of settings; got 0.9; remove optim.adamw"),
     Mistake({"modle": {"hidden_dropout": 0.1}}, r"no group modle; did you mean model\? use model.hidden_dropout=0.1"),
-    Mistake({"zzz": {"a": 1}}, r"there is no group zzz; groups are model, data, .*; remove zzz"),
+    Mistake({"zzz": {"a": 1}}, r"there is no group zzz; available groups: model, data, .*; remove zzz"),
     Mistake({"lr": 1}, r"there is no setting lr; did you mean optim.lr\?"),
     # presence
     Mistake({"model.num_layers": None}, r"model.num_layers is missing; use model.num_layers=12"),
     Mistake(
-        {"model": None}, r"model.num_layers is missing, and so is model.preset .* use model.preset=llama-28m", None, 2
+        {"model": None},
+        r"model.num_layers is missing, and model.preset is not set either .* use model.preset=llama-28m",
+        None,
+        2,
     ),
     Mistake({"data.seq_length": None}, r"data.seq_length is missing; use data.seq_length=1024"),
     Mistake({"train.global_batch_size": None}, r"train.global_batch_size is missing; use train.global_batch_size=32"),
@@ -73,7 +79,7 @@ MISTAKES = [
         {"optim.adamw.betas": 0.9}, r"optim.adamw.betas must be a list; got 0.9; use optim.adamw.betas=\[0.9, 0.95\]"
     ),
     Mistake({"optim.adamw.betas": [0.9]}, r"optim.adamw.betas\[1\] must be given"),
-    Mistake({"optim.adamw.betas": [0.9, 0.95, 0.99]}, r"optim.adamw.betas must have 2 entries"),
+    Mistake({"optim.adamw.betas": [0.9, 0.95, 0.99]}, r"optim.adamw.betas must have at most 2 entries"),
     Mistake({"optim.adamw.betas": [0.9, 1.0]}, r"optim.adamw.betas\[1\] must be below 1"),
     Mistake({"optim.weight_decay": -0.1}, r"optim.weight_decay must be at least 0"),
     Mistake({"model.hidden_dropout": 1.0}, r"model.hidden_dropout must be below 1"),
@@ -93,8 +99,10 @@ MISTAKES = [
     Mistake({"checkpoint.keep": 0}, r"checkpoint.keep must be at least 1"),
     # the shape
     Mistake({"model.num_attention_heads": 20}, r"hidden_size \(96\) must be divisible by .*heads \(20\).*=24"),
-    Mistake({"model.kv_channels": 5}, r"kv_channels, the size of a head, must be even under rope; it is 5; .*=6"),
-    Mistake({"model.hidden_size": 84}, r"must be even under rope; it is 7; use model.hidden_size=96"),
+    Mistake(
+        {"model.kv_channels": 5}, r"kv_channels \(5\), the number of features that rope rotates .*, must be even; .*=6"
+    ),
+    Mistake({"model.hidden_size": 84}, r"kv_channels \(7\), .* must be even; use model.hidden_size=96"),
     Mistake({"model.num_query_groups": 5}, r"heads \(12\) must be divisible by .*groups \(5\); use .*groups=6"),
     Mistake({"model.num_query_groups": 24}, r"heads \(12\) must be divisible by .*groups \(24\); use .*groups=12"),
     Mistake(
@@ -138,7 +146,7 @@ MISTAKES = [
         {"parallel.sequence": True, "parallel.tensor": 4, "data.seq_length": 66},
         r"data.seq_length \(66\) must be divisible by parallel.tensor \(4\).* use data.seq_length=68",
     ),
-    Mistake({"parallel.tensor": 2, "parallel.shard": 2}, r"shard \(2\) must be the number of ranks \(8\)", 8),
+    Mistake({"parallel.tensor": 2, "parallel.shard": 2}, r"shard \(2\) must equal the number of ranks \(8\)", 8),
     Mistake({"parallel.pipeline": 3}, r"tensor \(1\) x parallel.pipeline \(3\) x .*; use parallel.pipeline=4$", 4),
     Mistake({"parallel.pipeline": 8}, r"num_layers \(4\) must be at least parallel.pipeline \(8\) x .*; use .*=4", 8),
     Mistake({"parallel.pipeline": 2, "parallel.virtual": 3}, r"num_layers \(4\) must be at least .* \(3\); use .*=2"),
@@ -166,26 +174,26 @@ MISTAKES = [
             "train.compile": True,
             "experimental": ["compile"],
         },
-        r"train.compile=true cannot go with parallel.schedule=zero_bubble: .*; use parallel.schedule=null$",
+        r"train.compile=true cannot be combined with parallel.schedule=zero_bubble: .*; use parallel.schedule=null$",
     ),
     Mistake(
         {
             **{"parallel.pipeline": 2, "parallel.virtual": 2, "parallel.schedule": "zb_v"},
             **{"train.compile": True, "experimental": ["compile"], "parallel.shard": 1, "train.global_batch_size": 6},
         },
-        r"train.compile=true cannot go with parallel.schedule=zb_v: .*; use parallel.virtual=null, .*schedule=null$",
+        r"train.compile=true cannot be combined with parallel.schedule=zb_v: .*; use .*virtual=null, .*schedule=null$",
     ),
     Mistake(
         {"parallel.pipeline": 2, "parallel.schedule": "zero_bubble", "train.fused_linear_cross_entropy": True},
-        r"fused_linear_cross_entropy=true cannot go with .*=zero_bubble: the fused loss .*; .*parallel.schedule=null$",
+        r"cross_entropy=true cannot be combined with .*=zero_bubble: the fused loss .*; .*parallel.schedule=null$",
     ),
     Mistake(
         {"parallel.pipeline": 2, "parallel.stage_layers": [1, 2]},
-        r"stage_layers \(1, 2\) must have 2 entries, one a stage, that add up to model.num_layers \(4\); use .*=null",
+        r"stage_layers \(1, 2\) must have 2 entries, one per stage, that add up to model.num_layers \(4\); use .*=null",
     ),
     Mistake(
         {"parallel.pipeline": 2, "parallel.virtual": 2, "train.global_batch_size": 6, "parallel.shard": 1},
-        r"micro-batches of a step \(3\) must be a multiple of parallel.pipeline \(2\); use train.global_batch_size=8",
+        r"number of micro-batches per step \(3\) must be a multiple of .*pipeline \(2\); use train.global_batch_size=8",
     ),
     Mistake({"parallel.tensor": 4}, r"tensor \(4\) x .*replicate \(1\) must divide the number of ranks \(6\)", 6),
     Mistake({"parallel.context": 0}, r"parallel.context must be at least 1; got 0; use parallel.context=1"),
@@ -205,15 +213,15 @@ MISTAKES = [
     ),
     Mistake(
         TWO_LEVEL | {"parallel.context": 8},
-        r"two_level needs a parallel.context_inner that divides parallel.context \(8\) and is less; got None; use .*=2",
+        r"two_level needs parallel.context_inner to divide parallel.context \(8\) and be smaller; got None; use .*=2",
     ),
     Mistake(
         TWO_LEVEL | {"parallel.context": 2, "parallel.context_inner": 2},
-        r"divides parallel.context \(2\) and is less; got 2; use parallel.context_method=null, .*inner=null",
+        r"to divide parallel.context \(2\) and be smaller; got 2; use parallel.context_method=null, .*inner=null",
     ),
     Mistake(
         {"parallel.context": 8, "parallel.context_method": "all_to_all", "parallel.tensor": 2},
-        r"splits the 6 attention heads of a rank over parallel.context \(8\), .*; use parallel.context_method=null",
+        r"needs parallel.context \(8\) to divide the 6 attention heads of a .*rank; use parallel.context_method=null",
     ),
     Mistake(
         {
@@ -222,7 +230,7 @@ MISTAKES = [
             "parallel.context_inner": 4,
             "parallel.tensor": 2,
         },
-        r"splits the 6 attention heads of a rank over parallel.context_inner \(4\)",
+        r"needs parallel.context_inner \(4\) to divide the 6 attention heads of a tensor-parallel rank",
     ),
     Mistake({"parallel.context": 4}, r"tensor \(1\) x .*context \(4\) x .*replicate \(1\) must divide .*\(6\)", 6),
     Mistake({"parallel.context": 16, "parallel.shard": 4}, r"divisible by the 64 ranks of parallel.shard x .*context"),
@@ -241,7 +249,7 @@ MISTAKES = [
     ),
     Mistake(
         {"train.batch_size_schedule": "0:16 1K:25", "train.global_batch_size": None},
-        r"every batch of train.batch_size_schedule \(25\) must .* use train.batch_size_schedule=0:16 1K:26",
+        r"every batch size of train.batch_size_schedule \(25\) must .* use train.batch_size_schedule=0:16 1K:26",
         1,
     ),
     Mistake(
@@ -266,16 +274,16 @@ MISTAKES = [
     ),
     Mistake({"train.batch_size_schedule_unit": "tokens"}, r"no effect without train.batch_size_schedule"),
     Mistake({"train.evaluation.every": 10}, r"train.evaluation needs data.valid, .*; remove train.evaluation$"),
-    Mistake({"data.valid": {}}, r"data.valid must have 1 entries or more; got {}; use data.valid=null$"),
+    Mistake({"data.valid": {}}, r"data.valid must have at least 1 entry; got {}; use data.valid=null$"),
     Mistake({"data.valid": ["a"]}, r"data.valid must be text; got \['a'\]"),
-    Mistake({"data.valid": {"web": "a", "co.de": "b"}}, r"data.valid.co.de must be a name of letters, digits, _ and -"),
+    Mistake({"data.valid": {"web": "a", "co.de": "b"}}, r"valid.co.de must be a name made of letters, digits, _ and -"),
     Mistake({"data.valid": {"web": "a", "code": 3}}, r"data.valid.code must be text; got 3; use data.valid=null$"),
     Mistake({"data.valid": {"web": {"a": "b"}}}, r"data.valid.web must be text; got {'a': 'b'}"),
     Mistake({"data.valid": {"web": ""}}, r"data.valid.web must not be empty"),
     Mistake({"checkpoint.keep_best": True}, r"keep_best needs data.valid, .*; use checkpoint.keep_best=false$"),
     Mistake(
         {"checkpoint.keep_best": True, "data.valid": "held_out", "train.evaluation.every": 10},
-        r"keep_best needs checkpoint.every, .*; use checkpoint.every=10$",
+        r"keep_best needs checkpoint.every; without it .*; use checkpoint.every=10$",
     ),
     Mistake(
         {"checkpoint.keep_best": True, "checkpoint.every": 25, "data.valid": "held_out", "train.evaluation.every": 10},
@@ -337,7 +345,7 @@ MISTAKES = [
     ),
     Mistake(
         {"experimental": ["fp5"]},
-        r"'fp5' is not a feature; there are: compile, deep_ep, symmetric_memory; use experimental=null",
+        r"'fp5' is not a feature; available: compile, deep_ep, symmetric_memory; use experimental=null",
     ),
     Mistake({"experimental": ["compil"], "train.compile": True}, r"is experimental", None, 1),
 ]

@@ -22,7 +22,8 @@ MOE_MISTAKES = [
         {**GROUPS, f"{ROUTER}.group_topk": 2, "model.moe.top_k": 3}, r"without it .*group_topk must divide .*; use"
     ),
     Mistake(
-        {**GROUPS, f"{ROUTER}.group_topk": 2, f"{ROUTER}.group_score_topk": 3}, r"group_score_topk \(3\) be at most the"
+        {**GROUPS, f"{ROUTER}.group_topk": 2, f"{ROUTER}.group_score_topk": 3},
+        r"group_score_topk \(3\) must be at most the number of experts per group",
     ),
     Mistake(
         {**MOE, f"{ROUTER}.group_score_topk": 1}, r"group_score_topk \(1\) has no effect without .*num_groups; use"
@@ -30,18 +31,20 @@ MOE_MISTAKES = [
     Mistake(
         {**QUANTILE, "model.moe.top_k": 8}, r"selection=quantile needs model.moe.top_k \(8\) to be less than .*; use"
     ),
-    Mistake({**SINKHORN, f"{ROUTER}.score_function": "sigmoid"}, r"selection=sinkhorn has weights of its own, .*; use"),
-    Mistake({**SINKHORN, f"{ROUTER}.pre_softmax": True}, r"selection=sinkhorn has weights of its own, .*; use"),
     Mistake(
-        {**SINKHORN, f"{ROUTER}.global_balance": 0.1}, r"keeps loads even by itself; leave out .*global_balance; use"
+        {**SINKHORN, f"{ROUTER}.score_function": "sigmoid"}, r"selection=sinkhorn computes its own weights, .*; use"
+    ),
+    Mistake({**SINKHORN, f"{ROUTER}.pre_softmax": True}, r"selection=sinkhorn computes its own weights, .*; use"),
+    Mistake(
+        {**SINKHORN, f"{ROUTER}.global_balance": 0.1}, r"balances the load by itself; remove .*global_balance; use"
     ),
     Mistake(
         {**QUANTILE, f"{ROUTER}.score_function": "sigmoid", f"{ROUTER}.expert_bias_update_rate": 0.0},
-        r"keeps loads even by itself; leave out .*expert_bias_update_rate; use .*expert_bias_update_rate=null",
+        r"balances the load by itself; remove .*expert_bias_update_rate; use .*expert_bias_update_rate=null",
     ),
     Mistake(
         {**QUANTILE, f"{ROUTER}.num_groups": 4, f"{ROUTER}.group_topk": 2, f"{ROUTER}.group_score_topk": 1},
-        r"keeps loads even by itself; leave out .*num_groups; use .*num_groups=null, .*group_score_topk=null",
+        r"balances the load by itself; remove .*num_groups; use .*num_groups=null, .*group_score_topk=null",
     ),
     Mistake(
         {**QUANTILE, "model.moe.capacity.factor": 1.0}, r"model.moe.capacity needs .*selection=top_k; got quantile"
@@ -78,7 +81,7 @@ MOE_MISTAKES = [
     ),
     Mistake(
         {**FLEX, "experimental": ["deep_ep"], "parallel.expert": 2, "precision.dtype": "float32"},
-        r"method=flex needs precision.dtype=bfloat16, which DeepEP computes in; got float32; use",
+        r"method=flex needs precision.dtype=bfloat16, the only dtype in which DeepEP combines; got float32; use",
         2,
     ),
     Mistake(
@@ -104,8 +107,8 @@ MOE_MISTAKES = [
             "model.moe.num_experts": 64,
             "parallel.expert": 2,
         },
-        r"method=symmetric takes 16 ranks of parallel.expert at most, with 16 experts each, as torch's kernels do; got "
-        r"2 ranks with 32 experts each; use parallel.expert=4",
+        r"method=symmetric supports at most 16 ranks of parallel.expert with 16 experts each, the limit of torch's "
+        r"kernels; got 2 ranks with 32 experts each; use parallel.expert=4",
         4,
     ),
     Mistake(
@@ -131,22 +134,24 @@ MOE_MISTAKES = [
     Mistake({**MOE, "parallel.tensor": 2}, r"with parallel.tensor=2 needs parallel.sequence=true", 2),
     # of a token's rows a rank of one computes all, a rank of two at most all, which is twice an even share, and a rank
     # of four that has two of six experts chosen a third, which is 4/3 of an even share
-    Mistake({**MOE, "parallel.dispatch.max_rows": 1.0}, r"max_rows \(1.0\) has no effect: .*expert=1 has at most 1 ti"),
+    Mistake(
+        {**MOE, "parallel.dispatch.max_rows": 1.0}, r"max_rows \(1.0\) has no effect: .*expert=1 .* at most 1 times"
+    ),
     Mistake(
         {**MOE, "parallel.expert": 2, "parallel.dispatch.max_rows": 2.0}, r"max_rows \(2.0\) .* at most 2 times", 2
     ),
     Mistake(
         {**MOE, "model.moe.top_k": 6, "parallel.expert": 4, "parallel.dispatch.max_rows": 1.34},
-        r"max_rows \(1.34\) .* at most 1.333 times the rows of even loads, with .*top_k=6 of 8 experts; it must",
+        r"max_rows \(1.34\) .*top_k=6 of 8 experts, .* at most 1.333 times the rows of a balanced load; it must",
         4,
     ),
     Mistake(
         {**MOE, "parallel.dispatch.method": "all_gather"},
-        r"method=all_gather has no effect with parallel.expert=1 and one rank for each expert; use .*method=null",
+        r"method=all_gather has no effect with parallel.expert=1 and one rank per expert; use .*method=null",
     ),
     Mistake(
         {**MOE, "model.moe.capacity.factor": 4.0},
-        r"capacity.factor \(4.0\) drops nothing: .* = 4 on an expert has room for every token; it must be less, or",
+        r"capacity.factor \(4.0\) drops nothing: .* = 4 or more, an expert has room for every token; use a smaller",
     ),
     Mistake(
         {
@@ -155,7 +160,7 @@ MOE_MISTAKES = [
             "model.moe.capacity.pad": True,
             "model.moe.capacity.drop": "position",
         },
-        r"drop=position has no effect with .*factor \(4.0\), which drops nothing: .* = 4 on .*; use .*drop=null",
+        r"drop=position has no effect with .*factor \(4.0\), which drops nothing: .* = 4 or more, .*; use .*drop=null",
     ),
     Mistake(
         {**GROUPS, f"{ROUTER}.group_topk": 4, f"{ROUTER}.group_score_topk": 2},
@@ -164,7 +169,7 @@ MOE_MISTAKES = [
     ),
     Mistake(
         {**GROUPS, f"{ROUTER}.group_topk": 2},
-        r"num_groups \(4\) has no effect .*: groups are ranked by their best expert alone, and the best 2 .*; use",
+        r"num_groups \(4\) has no effect .*: groups are ranked by their best expert only, and the best 2 .*; use",
     ),
     Mistake(
         {**MOE, "model.moe.top_k": 8, f"{ROUTER}.selection": "round_robin"},
@@ -175,7 +180,7 @@ MOE_MISTAKES = [
     ),
     Mistake(
         {**MOE, "model.moe.top_k": 8, f"{ROUTER}.sequence_balance": 0.1},
-        r"sequence_balance have no effect with model.moe.top_k \(8\) equal to .*num_experts: .*; use",
+        r"sequence_balance has no effect with model.moe.top_k \(8\) equal to .*num_experts: .*; use",
     ),
     Mistake(
         {
@@ -184,10 +189,10 @@ MOE_MISTAKES = [
             f"{ROUTER}.score_function": "sigmoid",
             f"{ROUTER}.expert_bias_update_rate": 0.1,
         },
-        r"expert_bias_update_rate have no effect with model.moe.top_k \(8\) equal to .*num_experts: .*; use",
+        r"expert_bias_update_rate has no effect with model.moe.top_k \(8\) equal to .*num_experts: .*; use",
     ),
     Mistake(
         {**MOE, "model.moe.layers": [*[False] * 9, True]},
-        r"moe.layers gives none of the 4 layers experts, and model.moe has no effect; use model.moe.layers=null",
+        r"moe.layers puts experts in none of the 4 layers, so model.moe has no effect; use model.moe.layers=null",
     ),
 ]

@@ -36,11 +36,11 @@ OPTION_MISTAKES = [
     ),
     Mistake(
         {"model.mup.base_hidden_size": 32, "optim.name": "sgd"},
-        r"model.mup scales the learning rates of AdamW with the width, and optim.name is sgd; use optim.name=adamw",
+        r"model.mup needs optim.name=adamw, whose learning rates it scales .*; got sgd; use optim.name=adamw",
     ),
     Mistake(
         {"model.mup.base_hidden_size": 32, "model.mup.base_kv_channels": 8, "model.attention.scale": 0.3},
-        r"attention.scale \(0.3\) has no place beside model.mup.base_kv_channels, .*; use model.attention.scale=null",
+        r"attention.scale \(0.3\) cannot be combined with model.mup.base_kv_channels, .*; use .*scale=null",
     ),
     Mistake(
         LATENT | {"model.rope.percent": 0.5}, r"rope.percent \(0.5\) must be 1.0 with model.mla; use .*percent=null"
@@ -59,7 +59,7 @@ OPTION_MISTAKES = [
     ),
     Mistake(
         LATENT | {"model.mla.qk_rope_head_dim": 63},
-        r"mla.qk_rope_head_dim, .*, must be even under rope; it is 63; use model.mla.qk_rope_head_dim=64",
+        r"qk_rope_head_dim \(63\), the number of features that rope rotates .*, must be even; use .*head_dim=64",
     ),
     Mistake(
         LATENT | {"model.rope.sections": [1, 2, 3]},
@@ -83,7 +83,7 @@ OPTION_MISTAKES = [
     ),
     Mistake(
         {"train.recompute": "selective", "train.recompute_modules": []},
-        r"train.recompute_modules must have 1 entries or more; .*use train.recompute_modules=\[core_attn\]",
+        r"train.recompute_modules must have at least 1 entry; .*use train.recompute_modules=\[core_attn\]",
     ),
     Mistake(
         {"train.recompute_modules": ["mlp"]},
@@ -91,11 +91,11 @@ OPTION_MISTAKES = [
     ),
     Mistake(
         {"train.recompute": "selective", "train.recompute_modules": ["mlp", "mlp_act", "layernorm"]},
-        r"has mlp_act in mlp: .*; use train.recompute_modules=\[mlp, layernorm\]",
+        r"lists mlp_act, which is part of mlp: .*; use train.recompute_modules=\[mlp, layernorm\]",
     ),
     Mistake(
         {"train.recompute": "selective", "train.recompute_modules": ["layernorm", "layernorm"]},
-        r"has layernorm twice: .*; use train.recompute_modules=\[layernorm\]",
+        r"lists layernorm twice: .*; use train.recompute_modules=\[layernorm\]",
     ),
     Mistake(
         {
@@ -104,7 +104,7 @@ OPTION_MISTAKES = [
             "train.compile": True,
             "experimental": ["compile"],
         },
-        r"compiler decides what is kept of layernorm.*; use train.recompute_modules=\[core_attn\]",
+        r"cannot contain layernorm with train.compile=true: .*; use train.recompute_modules=\[core_attn\]",
     ),
     Mistake(
         {
@@ -113,19 +113,19 @@ OPTION_MISTAKES = [
             "train.compile": True,
             "experimental": ["compile"],
         },
-        r"compiler decides what is kept of mlp_act.*; use .*train.recompute=none",
+        r"cannot contain mlp_act with train.compile=true: .*; use .*train.recompute=none",
     ),
     # positions and windows
     Mistake(
         {"model.rope.percent": 0.1, "model.kv_channels": 12},
-        r"model.rope.percent \(0.1\) of model.kv_channels \(12\) must be an even number of features; it is 1; "
-        r"use model.rope.percent=0.16666666666666666",
+        r"model.rope.percent \(0.1\) of model.kv_channels \(12\) must be an even number of features, at least 2; "
+        r"got 1; use model.rope.percent=0.16666666666666666",
     ),
     Mistake(
         {"model.rope.sections": [1, 2, 3]},
         r"model.rope.sections \(1, 2, 3\) must add up to 4, .*; they add up to 6; use model.rope.sections=\[2, 1, 1\]",
     ),
-    Mistake({"model.rope.layers": []}, r"model.rope.layers must have 1 entries or more; got \[\]; use"),
+    Mistake({"model.rope.layers": []}, r"model.rope.layers must have at least 1 entry; got \[\]; use"),
     Mistake(
         {"model.rope.layers": [True, 1]}, r"layers\[1\] must be true or false; got 1; use model.rope.layers=\[true\]"
     ),
@@ -152,6 +152,6 @@ OPTION_MISTAKES = [
     ),
     Mistake(
         {**YARN, "model.rope.scaling.mscale": 0.5},
-        r"attention_factor stands alone, and mscale together with mscale_all_dim; got .*; use .*mscale=null",
+        r"set .*attention_factor alone, or mscale together with mscale_all_dim; got .*; use .*mscale=null",
     ),
 ]

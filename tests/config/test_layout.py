@@ -24,7 +24,7 @@ def test_a_world_that_is_not_known_is_the_product_of_the_degrees():
     assert Layout.resolve(48, tensor=2, pipeline=3, replicate=2, shard=4) == Layout.resolve(
         tensor=2, pipeline=3, replicate=2, shard=4
     )
-    with pytest.raises(TopologyError, match="shard=-1 takes what is left of the world: give world_size"):
+    with pytest.raises(TopologyError, match="shard=-1 takes the remaining ranks of the world; give world_size"):
         Layout.resolve(tensor=2)
 
 
@@ -52,10 +52,10 @@ def test_both_factorisations_multiply_to_the_world(tensor, context, pipeline, re
     ("world_size", "degrees", "message"),
     [
         (0, {}, r"sizes must be positive integers.*got world_size=0;"),
-        (4, {"tensor": 0, "shard": 0}, r"got tensor=0, shard=0; use 1 for an axis that is not wanted"),
+        (4, {"tensor": 0, "shard": 0}, r"got tensor=0, shard=0; use 1 for an unused axis"),
         (4, {"replicate": True}, r"got replicate=True"),
         (7, {"tensor": 2}, r"= 2 must divide world_size \(7\); use sizes.*multiple of 2"),
-        (8, {"tensor": 2, "shard": 3}, r"= 6 must be world_size \(8\); use shard=4, or -1"),
+        (8, {"tensor": 2, "shard": 3}, r"= 6 must equal world_size \(8\); use shard=4, or -1"),
         (8, {"expert": 3}, r"expert_tensor \(1\) x expert \(3\) x pipeline \(1\) = 3 must divide world_size \(8\)"),
         (None, {"tensor": 2, "shard": 0}, r"shard may be -1.*got shard=0"),
     ],

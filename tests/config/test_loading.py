@@ -180,7 +180,7 @@ def test_unknown_overrides_wrong_types_and_broken_rules_are_told_together():
     with pytest.raises(ConfigError) as refusal:
         load_run(VALID | {"bar": 2}, [*changes, "model.num_attention_heads=20"])
     first, *lines = str(refusal.value).splitlines()
-    assert first == "8 settings are wrong:"
+    assert first == "8 settings are invalid:"
     for wanted in (
         "optim.lr must be above 0",
         "train.steps must be a whole number; got 'x'",
@@ -198,12 +198,12 @@ def test_of_thousands_of_mistakes_the_first_are_told_and_the_rest_counted():
     with pytest.raises(ConfigError) as refusal:
         load_run(VALID | {f"key{number}": 1 for number in range(500)})
     lines = str(refusal.value).splitlines()
-    assert (lines[0], len(lines), lines[-1]) == ("500 settings are wrong:", 52, "  and 450 more")
+    assert (lines[0], len(lines), lines[-1]) == ("500 settings are invalid:", 52, "  and 450 more")
 
 
 @pytest.mark.parametrize("name", ["run", "load", "data.train", "data.valid", "data.tokenizer"])
 def test_a_path_that_no_file_can_have_is_refused(name):
-    with pytest.raises(ConfigError, match=rf"{name} must have no NUL character"):
+    with pytest.raises(ConfigError, match=rf"{name} must not contain a NUL character"):
         load_run(applied(VALID, {name: "a\0b"}))
     with pytest.raises(ConfigError, match=rf"{name} must be text in UTF-8; got 'a\\ud800'"):
         load_run(applied(VALID, {name: "a\ud800"}))
@@ -240,7 +240,8 @@ def test_a_file_or_recipe_that_is_not_there_is_refused_with_the_recipes_that_are
     with pytest.raises(ConfigError, match=r"there is no recipe lama-4m; .* gpt2-124m, llama-28m, llama-4m"):
         load_run("lama-4m")
     with pytest.raises(
-        ConfigError, match=r"cannot be read from nowhere.yaml: .*recipes are bert-tiny, classification-tiny, gpt2-124m"
+        ConfigError,
+        match=r"cannot be read from nowhere.yaml: .*available recipes: bert-tiny, classification-tiny, gpt2-124m",
     ):
         load_run("nowhere.yaml")
 

@@ -56,7 +56,7 @@ def test_all_mistakes_are_told_at_once():
     with pytest.raises(ConfigError) as error:
         load_run(tree, world_size=8)
     lines = str(error.value).split("\n")
-    assert lines[0] == "6 settings are wrong:"
+    assert lines[0] == "6 settings are invalid:"
     for name in (
         "train.lr",
         "optim.lr",

@@ -164,7 +164,10 @@ def test_the_timeout_reaches_every_group():
 # what is wrong on four ranks: a part of the message
 REFUSALS = [
     ({"tensor_model_parallel_size": 3}, "= 3 must divide world_size (4)"),
-    ({"tensor_model_parallel_size": 0}, "sizes must be positive integers (shard may be -1, which takes what is left)"),
+    (
+        {"tensor_model_parallel_size": 0},
+        "sizes must be positive integers (shard may be -1, which takes the remaining ranks)",
+    ),
     ({"pipeline_model_parallel_size": -2}, "got pipeline=-2"),
     ({"context_parallel_size": 0}, "got context=0"),
     ({"expert_model_parallel_size": 0}, "got expert=0"),

@@ -1,4 +1,4 @@
-"""The values of ``model.activation``, and which have a gate: act(gate) * up, of two projections."""
+"""The values of ``model.activation``, and which of them are gated: act(gate) * up, from two projections."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

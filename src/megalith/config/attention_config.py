@@ -1,4 +1,4 @@
-"""What attention sees, and what it does besides softmax(q k^T / sqrt(D)) v."""
+"""What attention sees, and what it computes besides softmax(q k^T / sqrt(D)) v."""
 
 from typing import ClassVar, Literal
 
@@ -19,40 +19,40 @@ class AttentionConfig(SettingsGroup):
         default=None,
         ge=1,
         le=LARGEST_SIZE,
-        description="[tokens] that a query sees, its own included (sliding window), with model.bert so many on either "
-        "side; null: all up to its own, with model.bert all",
+        description="[tokens] that a query attends to, including its own (sliding window); with model.bert, that many "
+        "on either side; null: all up to its own, with model.bert all",
         examples=[4096],
     )
     window_layers: LayerPattern | None = Field(
         default=None,
-        description="which layers have the window, repeated from layer 0 on; null: all of them",
+        description="which layers have the window, repeated from layer 0 on; null: all layers",
         examples=[[True, True, True, True, True, False]],
     )
     softmax: Literal["vanilla", "off_by_one", "learnable"] = Field(
         default="vanilla",
-        description="one more score in every softmax, attention to nothing: none, 0, or one learned for each head "
-        "(a sink, as in gpt-oss)",
+        description="an extra score in every softmax, which attends to nothing: none, 0, or one learned per head (a "
+        "sink, as in gpt-oss)",
     )
     qk_norm: Literal["RMSNorm", "LayerNorm", "L2"] | None = Field(
         default=None,
-        description="norm of each head's queries and keys, before their rotation; L2: RMSNorm without a weight",
+        description="norm of each head's queries and keys, before rope; L2: RMSNorm without a weight",
     )
     output_gate: bool = Field(
         default=False,
-        description="what attention gives is multiplied by sigmoid(gate_proj(x)), feature by feature (Qwen3-Next)",
+        description="multiply the attention output elementwise by sigmoid(gate_proj(x)) (Qwen3-Next)",
     )
     logit_softcap: float | None = Field(
-        default=None, gt=0, description="[score] c, which keeps scores within c: c tanh(score / c) (Gemma 2)"
+        default=None, gt=0, description="[score] c: scores become c tanh(score / c), which is within c (Gemma 2)"
     )
     scale: float | None = Field(
         default=None,
         gt=0,
         description="[factor] on q k^T; null: 1 / sqrt(model.kv_channels), with model.mla times the square of "
-        "yarn's mscale_all_dim",
+        "yarn's mscale_all_dim factor",
     )
     qkv_bias: bool | None = Field(
         default=None,
-        description="biases of the projections to q, k, v and the gate, with model.mla to the latents; null: "
+        description="biases of the projections to q, k, v and the gate, with model.mla of those to the latents; null: "
         "model.add_bias_linear",
     )
     output_bias: bool | None = Field(
@@ -61,7 +61,7 @@ class AttentionConfig(SettingsGroup):
 
     @property
     def norm_parameters(self) -> tuple[str, ...]:
-        """What the norm of queries learns, [D] each, and that of keys."""
+        """The parameters, [D] each, of the norm of queries and of the norm of keys."""
         return {"RMSNorm": ("weight",), "LayerNorm": ("weight", "bias")}.get(self.qk_norm or "", ())
 
     def window_of(self, layer_index: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The step schedule of the global batch size, written as ``"0:16 10K:32 1M:64"``: from this threshold on, this size.
+"""The step schedule of the global batch size, written as ``"0:16 10K:32 1M:64"``: a batch size from each threshold on.
 
 Thresholds count consumed samples, or consumed tokens when a sequence length is given, with K, M, B and T for 1e3, 1e6,
 1e9 and 1e12. The notation is Megatron's ``--step-batch-size-schedule``.
@@ -41,7 +41,7 @@ def parse_batch_size_schedule(text: str, *, seq_length: int | None = None) -> tu
         threshold, batch = _read(entry)
         stages.append(BatchSizeStage(threshold // (seq_length or 1), batch))
     if not stages or stages[0].first_sample != 0:
-        raise ConfigError(f"a batch size schedule must begin at threshold 0, as '0:16 10K:32' does; got {text!r}")
+        raise ConfigError(f"a batch size schedule must begin at threshold 0, such as '0:16 10K:32'; got {text!r}")
     for earlier, later in pairwise(stages):
         if later.first_sample <= earlier.first_sample:
             raise ConfigError(
@@ -52,12 +52,12 @@ def parse_batch_size_schedule(text: str, *, seq_length: int | None = None) -> tu
 
 
 def with_batch_sizes(text: str, sizes: list[int]) -> str:
-    """``text`` with its thresholds as written and these batch sizes, one a stage."""
+    """``text`` with its thresholds as written and these batch sizes, one per stage."""
     return " ".join(f"{entry.partition(':')[0]}:{size}" for entry, size in zip(text.split(), sizes, strict=True))
 
 
 def mend_batch_size_schedule(text: str, *, seq_length: int | None = None) -> str | None:
-    """The nearest schedule to ``text`` that can be read: its readable stages, in order, from 0. None if it has none."""
+    """Returns a valid schedule near to ``text``: its readable stages, sorted, from 0 on. None if it has none."""
     stages: dict[int, str] = {}
     for entry in re.split(r"[\s,;]+", text.upper().replace("=", ":")):
         try:
@@ -72,13 +72,13 @@ def mend_batch_size_schedule(text: str, *, seq_length: int | None = None) -> str
 
 
 def _read(entry: str) -> tuple[int, int]:
-    """Threshold and batch size of one stage."""
+    """Returns the threshold and batch size of one stage."""
     if not (match := _STAGE.fullmatch(entry)):
         raise ConfigError(f"a stage of a batch size schedule must look like 10K:32 (threshold:batch); got {entry!r}")
     number, unit, batch = match.groups()
     threshold = Fraction(number) * _UNITS[unit]
     if threshold.denominator != 1:
-        raise ConfigError(f"thresholds of a batch size schedule must be whole; got {entry!r}")
+        raise ConfigError(f"thresholds of a batch size schedule must be whole numbers; got {entry!r}")
     if int(batch) < 1:
         raise ConfigError(f"batch sizes of a schedule must be at least 1; got {entry!r}")
     return int(threshold), int(batch)

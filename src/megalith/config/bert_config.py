@@ -1,4 +1,4 @@
-"""BERT: what an encoder has besides the blocks that every model shares, and what it is trained for."""
+"""BERT: what an encoder has besides the layers that all models share, and its training objective."""
 
 from typing import ClassVar, Literal
 
@@ -10,14 +10,14 @@ __all__ = ["BertConfig"]
 
 
 class BertConfig(SettingsGroup):
-    """An encoder that reads both ways (Devlin et al. 2019, arXiv:1810.04805), in place of a causal decoder."""
+    """A bidirectional encoder (Devlin et al. 2019, arXiv:1810.04805), in place of a causal decoder."""
 
     dotted_name: ClassVar[str] = "model.bert"
 
     num_token_types: int = Field(
         ge=0,
         le=LARGEST_SIZE,
-        description="[types] of tokens that have a learned vector: 2 for pairs of sentences, 1 for RoBERTa, 0: none",
+        description="[types] of tokens with a learned embedding: 2 for sentence pairs, 1 for RoBERTa, 0: none",
         examples=[2],
     )
     head: Literal["pretraining", "classification", "multiple_choice"] = Field(
@@ -26,9 +26,11 @@ class BertConfig(SettingsGroup):
     )
     binary_head: bool = Field(
         default=True,
-        description="also predict, by the pooled first token, whether two segments are in their order (ALBERT)",
+        description="also predict from the pooled first token whether two segments are in order (ALBERT)",
     )
-    num_classes: int | None = Field(default=None, ge=2, le=LARGEST_SIZE, description="[classes] of texts; required")
+    num_classes: int | None = Field(
+        default=None, ge=2, le=LARGEST_SIZE, description="[classes] that texts are assigned to; required"
+    )
     classifier_dropout: float | None = Field(
         default=None,
         ge=0,
@@ -37,11 +39,12 @@ class BertConfig(SettingsGroup):
     )
     classifier_activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = Field(
         default="tanh",
-        description="after the linear layer that pools a token for the classifier; RoFormer has model.activation there",
+        description="activation after the linear layer that pools a token for the classifier; RoFormer uses "
+        "model.activation",
     )
     position_offset: int = Field(
         default=0,
         ge=0,
         le=LARGEST_SIZE,
-        description="[rows] of the table of learned positions before the row of position 0; RoBERTa: 2",
+        description="[rows] of the learned position table before that of position 0; RoBERTa: 2",
     )

@@ -30,7 +30,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def put_(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Sets ``name``; whatever stands where one of its groups belongs makes way for that group."""
+    """Sets ``name``; a value in the place of one of its groups is replaced by that group."""
     *groups, leaf = name.split(".")
     for group in groups:
         if not isinstance(tree.get(group), dict):
@@ -40,7 +40,7 @@ def put_(tree: dict[str, Any], name: str, value: Any) -> None:
 
 
 def take_out_(tree: dict[str, Any], name: str) -> None:
-    """Removes ``name`` if it is there, and nested groups that are empty without it; groups at the top stay."""
+    """Removes ``name`` if it is there, and nested groups that become empty; top-level groups stay."""
     if name in tree:  # first, because an unknown name may have a dot in it
         del tree[name]
         return

@@ -1,4 +1,4 @@
-"""A run's settings before they are known to be valid, and what a rule says of them."""
+"""A run's settings before they are known to be valid, and the violations that rules report."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ __all__ = ["DENSE_DEGREES", "Draft", "Fix", "Unknown", "Violation", "divisors", 
 
 DENSE_DEGREES = ("tensor", "context", "pipeline", "replicate", "shard")
 
-# settings to change, by dotted name; None takes the setting out
+# settings to change, by dotted name; None removes the setting
 Fix = Mapping[str, Any]
 
 
-class Unknown(Exception):  # noqa: N818 (it ends a rule, it reports nothing)
-    """A rule asked for a setting that is missing or malformed, which is reported on its own."""
+class Unknown(Exception):  # noqa: N818 (it ends a rule and is not reported)
+    """A rule asked for a setting that is missing or malformed, which is reported separately."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Draft:
 
     @property
     def layout(self) -> Layout:
-        """The resolved layout; if ``shard`` is a number, whatever the world. Raises Unknown if there is none."""
+        """The resolved layout; with a fixed ``shard``, for any world. Raises Unknown if there is none."""
         degrees = self.degrees
         try:
             return Layout.resolve(self.world_size if degrees["shard"] == -1 else None, **degrees)
@@ -58,13 +58,13 @@ class Draft:
 
 @dataclass(frozen=True)
 class Violation:
-    """A setting that cannot stay as it is.
+    """A setting that must change.
 
     Attributes:
         rule: the rule that is broken; together with ``name`` it identifies the violation.
         name: the dotted name of the setting at fault.
         message: what was wanted and what was given.
-        fixes: ways out, best first, none of them tried yet.
+        fixes: possible fixes, best first, none of them tried yet.
     """
 
     rule: str
@@ -84,10 +84,10 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_first(numbers: Iterable[int], target: int) -> Iterator[int]:
-    """Positive ``numbers`` by their ratio to a positive ``target``, nearest first, the smaller first of a tie."""
+    """Yields positive ``numbers`` by ratio to a positive ``target``, nearest first; in a tie, the smaller one first."""
     yield from sorted(set(numbers), key=lambda number: (abs(log(number / target)), number))
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is at least ``number``."""
+    """The smallest multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple

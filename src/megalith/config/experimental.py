@@ -1,4 +1,4 @@
-"""Features that may still change: off by default, each switched on by its own name in ``experimental``."""
+"""Features that may still change: off by default, each enabled by its name in ``experimental``."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,14 +11,14 @@ __all__ = ["FEATURES", "USED_BY", "refusal", "require"]
 FEATURES: Mapping[str, str] = MappingProxyType(
     {
         "compile": "torch.compile of the transformer layers",
-        "deep_ep": "DeepEP's fused dispatch and combine, never run on several GPUs here",
-        "symmetric_memory": "dispatch and combine through torch's symmetric memory, never run on several GPUs here",
+        "deep_ep": "DeepEP's fused dispatch and combine, not yet tested on several GPUs",
+        "symmetric_memory": "dispatch and combine through torch's symmetric memory, not yet tested on several GPUs",
     }
 )
 
 
 class Use(NamedTuple):
-    """The value of a setting that puts a feature to use."""
+    """A setting and the value with which it uses a feature."""
 
     setting: str
     value: bool | str
@@ -38,19 +38,19 @@ USED_BY: Mapping[str, Use] = MappingProxyType(
 
 
 class HasExperimental(Protocol):
-    """What ``require`` needs of a run's settings."""
+    """What ``require`` needs from a run's settings."""
 
     @property
     def experimental(self) -> tuple[str, ...]: ...
 
 
 def require(feature: str, config: HasExperimental) -> None:
-    """Passes if ``feature``, a name in FEATURES, is switched on in ``config``; raises ExperimentalError if not."""
+    """Raises ExperimentalError unless ``feature``, a name in FEATURES, is enabled in ``config``."""
     assert feature in FEATURES, f"{feature!r} is not in FEATURES"
     if feature not in config.experimental:
         raise ExperimentalError(f"{refusal(feature)}; use experimental=[{', '.join((*config.experimental, feature))}]")
 
 
 def refusal(feature: str) -> str:
-    """Why ``feature`` cannot be used unnamed, without the way out."""
+    """Returns why ``feature`` cannot be used unless it is named, without the suggested fix."""
     return f"{USED_BY[feature]} is experimental ({FEATURES[feature]}) and must be named in `experimental`"

@@ -1,4 +1,4 @@
-"""Fields that are unknown, missing, or not of their type or range, each with what could stand there instead."""
+"""Errors in single fields: unknown, missing, or of the wrong type or range, each with possible fixes."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ _SHAPE = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 
 
 def field_violations(tree: Mapping[str, Any]) -> tuple[list[Violation], set[str]]:
-    """What is wrong with single fields of a plain tree, and the dotted names of the malformed ones."""
+    """Returns the violations of single fields in a plain tree, and the dotted names of the malformed fields."""
     values = ((name, look_up(tree, name)) for name in GROUPS)
     no_groups = {name: value for name, value in values if not isinstance(value, Mapping | None)}
     found = [_not_a_group(name, value) for name, value in no_groups.items()]
@@ -46,15 +46,15 @@ def field_violations(tree: Mapping[str, Any]) -> tuple[list[Violation], set[str]
             found.append(_malformed_inside(name, inside, error, tree))
         elif error["type"] != "missing" and error["input"] is not None:
             found.append(_malformed(name, error))
-        elif has_effect(parent(name), value_of):  # or else the group is refused
+        elif has_effect(parent(name), value_of):  # otherwise the group itself is reported
             found.append(_missing(name, tree, value_of))
-    if "model.preset" in malformed:  # the shape is to come from there
+    if "model.preset" in malformed:  # the shape would come from the preset
         found = [violation for violation in found if violation.rule != "missing" or violation.name not in _SHAPE]
     return found, malformed
 
 
 def _errors(tree: Mapping[str, Any]) -> Iterator[ErrorDetails]:
-    """pydantic's errors about single fields; what a group says of itself, the rules say better."""
+    """Yields pydantic's errors about single fields; the rules report those about whole groups, with better messages."""
     try:
         RunConfig.model_validate(tree, context=FIELDS_ALONE)
     except ValidationError as problem:
@@ -66,13 +66,13 @@ def _errors(tree: Mapping[str, Any]) -> Iterator[ErrorDetails]:
 
 
 def _place(error: ErrorDetails) -> tuple[str, tuple[int | str, ...]]:
-    """The dotted name that an error is about, and where inside of its value."""
+    """Returns the dotted name that an error is about, and the location inside its value."""
     loc, depth = error["loc"], 1
     while depth < len(loc) and ".".join(map(str, loc[:depth])) in GROUPS:
         depth += 1
     inside = loc[depth:]
     if inside and inside[0] in VALID_KINDS:
-        inside = inside[1:2]  # without the mark of an error that is about a key
+        inside = inside[1:2]  # without the marker of an error about a key
     return ".".join(map(str, loc[:depth])), inside
 
 
@@ -88,7 +88,7 @@ def _unknown(name: str, value: Any, tree: Mapping[str, Any]) -> Violation:
         moved = {near: part for leaf, part in value.items() if (near := nearest_setting(f"{name}.{leaf}"))}
         near_group = nearest_group(name)
         siblings = [group for group in GROUPS if parent(group) == parent(name)]
-        meant = f"did you mean {near_group}?" if near_group else f"groups are {', '.join(siblings or GROUPS)}"
+        meant = f"did you mean {near_group}?" if near_group else f"available groups: {', '.join(siblings or GROUPS)}"
         return Violation("unknown", name, f"there is no group {name}; {meant}", ({**moved, name: None}, {name: None}))
     near = nearest_setting(name)
     if near is None:
@@ -102,7 +102,7 @@ def _missing(name: str, tree: Mapping[str, Any], value_of: Callable[[str], Any])
     examples: list[Fix] = [{name: example} for example in FIELDS[name].examples or ()]
     message = f"{name} is missing"
     if name in _SHAPE and all(look_up(tree, part) is None for part in _SHAPE):
-        message = f"{name} is missing, and so is model.preset ({', '.join(preset_names())})"
+        message = f"{name} is missing, and model.preset is not set either (one of {', '.join(preset_names())})"
         examples = [{"model.preset": preset} for preset in FIELDS["model.preset"].examples or ()] + examples
     elif (condition := CONDITIONS.get(parent(name))) is not None:
         message = f"{name} is missing: {condition.setting}={value_of(condition.setting)} needs it"
@@ -117,7 +117,7 @@ def _malformed(name: str, error: ErrorDetails) -> Violation:
 def _malformed_inside(
     name: str, inside: tuple[int | str, ...], error: ErrorDetails, tree: Mapping[str, Any]
 ) -> Violation:
-    """An entry of a list, or a field of one; or an entry of a mapping."""
+    """Returns the violation of an entry of a list or mapping, or of a field of a list entry."""
     index, *field = inside
     where = ".".join([f"{name}[{index}]" if isinstance(index, int) else f"{name}.{index}", *map(str, field)])
     message = f"{where} {_wanted(error)}; got {_shown(error['input'])}"
@@ -129,7 +129,7 @@ def _malformed_inside(
         mended = [{**without, key: error["input"]} for key in near if key not in without] + [without]
         fixes = [{name: [*entries[:index], entry, *entries[index + 1 :]]} for entry in mended]
         if error["type"] == "extra_forbidden":
-            message = f"{where} is no setting" + (f"; did you mean {near[0]}?" if near else "")
+            message = f"{where} is not a setting" + (f"; did you mean {near[0]}?" if near else "")
     if isinstance(index, int) and error["type"] == "literal_error" and isinstance(error["input"], str):
         near = get_close_matches(error["input"], _choices(error["ctx"]), 1, cutoff=0.5)
         fixes = [{name: [*entries[:index], choice, *entries[index + 1 :]]} for choice in near]
@@ -139,20 +139,20 @@ def _malformed_inside(
 
 
 def _shown(value: Any) -> str:
-    """``value`` as Python spells it, cut where it is longer than a line."""
+    """Returns the repr of ``value``, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _replacements(name: str, error: ErrorDetails) -> Iterator[Fix]:
-    """What could stand at ``name``, nearest first to what does."""
+    """Yields possible values for ``name``, the nearest to the given one first."""
     value, context = error["input"], error.get("ctx", {})
     if isinstance(value, str):
         yield from ({name: choice} for choice in _nearest_choices(name, value, context))
         with suppress(ConfigError):
-            if (number := read_yaml(value, name)) is not None:  # "8" where 8 belongs
+            if (number := read_yaml(value, name)) is not None:  # "8" where 8 is expected
                 yield {name: number}
-    elif value != {}:  # which nobody meant as text
+    elif value != {}:  # an empty mapping was never meant as text
         yield {name: str(value)}
         if isinstance(value, float) and value.is_integer():
             yield {name: int(value)}
@@ -180,13 +180,17 @@ def _nearest_choices(name: str, value: str, context: Mapping[str, Any]) -> list[
 
 
 def _choices(context: Mapping[str, Any]) -> list[str]:
-    """What pydantic expected of a Literal, which it lists: 'a', 'b' or 'c'."""
+    """Returns the choices of a Literal, which pydantic lists as: 'a', 'b' or 'c'."""
     return re.findall(r"'([^']*)'", str(context.get("expected", "")))
 
 
 def _wanted(error: ErrorDetails) -> str:
     describe = _WANTED.get(error["type"])
-    return describe(error.get("ctx", {})) if describe else f"does not fit ({error['msg']})"
+    return describe(error.get("ctx", {})) if describe else f"is invalid ({error['msg']})"
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
 
 
 _WANTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
@@ -200,8 +204,8 @@ _WANTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "tuple_type": lambda _: "must be a list",
     "model_type": lambda _: "must be a group of settings",
     "missing": lambda _: "must be given",
-    "too_long": lambda context: f"must have {context['max_length']} entries",
-    "too_short": lambda context: f"must have {context['min_length']} entries or more",
+    "too_long": lambda context: f"must have at most {_entries(context['max_length'])}",
+    "too_short": lambda context: f"must have at least {_entries(context['min_length'])}",
     "greater_than": lambda context: f"must be above {context['gt']}",
     "greater_than_equal": lambda context: f"must be at least {context['ge']}",
     "less_than": lambda context: f"must be below {context['lt']}",

@@ -1,4 +1,4 @@
-"""Which documents of a GPT's samples are cut in three and reordered, and how the parts are marked."""
+"""Which documents of a GPT's samples are split in three and reordered, and how the parts are marked."""
 
 from typing import ClassVar
 
@@ -8,11 +8,11 @@ from megalith.config.settings_group import SettingsGroup
 
 __all__ = ["FillInTheMiddleConfig"]
 
-_PUBLISHED = "null: by the name that StarCoder, SantaCoder, Qwen or DeepSeek gives it"
+_PUBLISHED = "null: found by its name in StarCoder, SantaCoder, Qwen or DeepSeek"
 
 
 class FillInTheMiddleConfig(SettingsGroup):
-    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255), where a rate of 0.5 is the usual one."""
+    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255); a rate of 0.5 is usual."""
 
     dotted_name: ClassVar[str] = "data.fill_in_the_middle"
 
@@ -21,8 +21,8 @@ class FillInTheMiddleConfig(SettingsGroup):
         default=0.5,
         ge=0,
         le=1,
-        description="[share] of these whose suffix comes before their prefix (SPM); of the others the prefix comes "
-        "first (PSM)",
+        description="[share] of these in which the suffix comes before the prefix (SPM); in the others the prefix "
+        "comes first (PSM)",
     )
     prefix_token: str | None = Field(
         default=None, min_length=1, description=f"token before the prefix; {_PUBLISHED}", examples=["<fim_prefix>"]

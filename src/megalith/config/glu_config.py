@@ -1,4 +1,4 @@
-"""What a gated activation does to its operands besides multiplying them."""
+"""Clamp and offset of a gated activation."""
 
 from typing import ClassVar
 
@@ -15,6 +15,6 @@ class GluConfig(SettingsGroup):
     dotted_name: ClassVar[str] = "model.glu"
 
     clamp: float | None = Field(
-        default=None, gt=0, description="[value] upper bound of the gate, and bound of up on both sides; null: none"
+        default=None, gt=0, description="[value] upper bound of the gate, and bound of up on both sides; null: no bound"
     )
-    offset: float = Field(default=0.0, description="[value] added to up, after its clamp")
+    offset: float = Field(default=0.0, description="[value] added to up after clamping")

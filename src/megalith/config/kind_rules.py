@@ -1,4 +1,4 @@
-"""Rules on what goes with which kind of model: settings that only some kinds have a use for."""
+"""Rules on settings that only some kinds of model support."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -10,23 +10,23 @@ __all__ = ["bert_positions_are_learned", "classes_are_counted", "only_decoders_w
 _BERT, _HEAD, _CLASSES = "model.bert.num_token_types", "model.bert.head", "model.bert.num_classes"
 _OFFSET, _POSITIONS = "model.bert.position_offset", "model.position_embedding_type"
 
-# a group that model.bert has no use for, by a setting that it always has
+# a group that model.bert does not support -> a setting that the group always has, and the reason
 _OF_DECODERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "model.mtp": ("num_modules", "it predicts tokens further ahead, and an encoder sees them"),
-        "model.moe": ("num_experts", "padding would be sent to experts, too, and change what becomes of tokens"),
-        "train.generation": ("every", "an encoder writes no text"),
+        "model.mtp": ("num_modules", "it predicts tokens further ahead, which an encoder already sees"),
+        "model.moe": ("num_experts", "padding would also be routed to experts and change the results of other tokens"),
+        "train.generation": ("every", "an encoder does not generate text"),
     }
 )
 
 
 def only_decoders_write(run: Draft) -> Iterator[Violation]:
-    """model.bert has neither model.mtp nor model.moe, and its run no train.generation."""
+    """model.bert cannot be combined with model.mtp, model.moe or train.generation."""
     if run.get(_BERT) is None:
         return
     for group, (field, why) in _OF_DECODERS.items():
         if run.get(f"{group}.{field}") is not None:
-            message = f"{group} has no place beside model.bert: {why}"
+            message = f"{group} cannot be combined with model.bert: {why}"
             yield Violation("only_decoders_write", group, message, ({group: None}, {"model.bert": None}))
 
 

@@ -19,7 +19,7 @@ def holds(pattern: tuple[bool, ...], layer_index: int) -> bool:
 
 
 def shortest_pattern(layers: tuple[bool, ...]) -> tuple[bool, ...] | None:
-    """The shortest pattern that repeats to ``layers``, the last time perhaps cut short; None if all are True."""
+    """The shortest pattern that repeats to ``layers``, possibly truncated at the end; None if all are True."""
     if all(layers):
         return None
     length = next(n for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n])

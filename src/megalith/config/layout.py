@@ -1,10 +1,10 @@
-"""How many ranks lie along each axis of a world: the only place where this is worked out.
+"""The number of ranks along each axis of a world: the only place where it is computed.
 
     dense    tensor x context x pipeline x replicate x shard = world_size
     expert   expert_tensor x expert x pipeline x edp_replicate x edp_shard = world_size
 
-``shard=-1`` takes what the other dense degrees leave. What the expert degrees leave is data parallelism of the experts,
-edp, which is replicated as far as ``replicate`` divides it and sharded for the rest.
+``shard=-1`` takes the ranks that the other dense degrees leave. The ranks that the expert degrees leave are the data
+parallelism of the experts, edp, which is replicated gcd(replicate, edp) times and sharded for the rest.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class Degrees(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degree of every axis, resolved; made by ``resolve``, which checks that they multiply to the world.
+    """The resolved degree of every axis; created by ``resolve``, which checks that they multiply to the world size.
 
     Attributes:
         edp_shard, edp_replicate: ranks over which experts are sharded, and copies of those shards.
@@ -60,15 +60,15 @@ class Layout:
         expert: int = 1,
         expert_tensor: int | None = None,
     ) -> Self:
-        """The layout of ``world_size`` ranks; None: of as many ranks as the dense degrees multiply to.
+        """Returns the layout of ``world_size`` ranks; None: of as many ranks as the product of the dense degrees.
 
         Args:
             world_size: number of ranks; needed for ``shard=-1``.
-            tensor, context, pipeline, replicate, shard, expert: degrees; ``shard=-1`` takes what is left.
-            expert_tensor: tensor parallelism of the experts; None: that of ``tensor``.
+            tensor, context, pipeline, replicate, shard, expert: degrees; ``shard=-1`` takes the remaining ranks.
+            expert_tensor: tensor parallelism of the experts; None: the same as ``tensor``.
 
         Raises:
-            TopologyError: degrees that are not positive integers, or whose product is not the world.
+            TopologyError: degrees that are not positive integers, or whose product is not the world size.
         """
         given = {} if expert_tensor is None else {"expert_tensor": expert_tensor}
         dense = {"tensor": tensor, "context": context, "pipeline": pipeline, "replicate": replicate}
@@ -76,13 +76,15 @@ class Layout:
         _check_degrees({**world, **dense, "expert": expert, **given}, shard)
         if world_size is None:
             if shard == -1:
-                raise TopologyError("shard=-1 takes what is left of the world: give world_size, or the degree of shard")
+                raise TopologyError(
+                    "shard=-1 takes the remaining ranks of the world; give world_size, or the degree of shard"
+                )
             world_size = prod(dense.values()) * shard
         left = _what_is_left(world_size, dense)
         if shard not in (-1, left):
             raise TopologyError(
-                f"{_written({**dense, 'shard': shard})} must be world_size ({world_size}); "
-                f"use shard={left}, or -1 for what is left"
+                f"{_written({**dense, 'shard': shard})} must equal world_size ({world_size}); "
+                f"use shard={left}, or -1 for the remaining ranks"
             )
         experts = {"expert_tensor": given.get("expert_tensor", tensor), "expert": expert, "pipeline": pipeline}
         edp = _what_is_left(world_size, experts)
@@ -91,7 +93,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.tensor * self.context * self.pipeline * self.data_parallel
 
     @property
@@ -101,25 +103,25 @@ class Layout:
 
 
 def _check_degrees(degrees: Mapping[str, object], shard: object) -> None:
-    """Refuses all wrong degrees at once. A bool is no degree, though Python counts it among the integers."""
+    """Raises TopologyError for all invalid degrees at once. A bool is rejected, although it is an int in Python."""
     wrong = {name: degree for name, degree in degrees.items() if type(degree) is not int or degree < 1}
     if type(shard) is not int or (shard < 1 and shard != -1):
         wrong["shard"] = shard
     if wrong:
         raise TopologyError(
-            f"sizes must be positive integers (shard may be -1, which takes what is left); got "
+            f"sizes must be positive integers (shard may be -1, which takes the remaining ranks); got "
             f"{', '.join(f'{name}={degree!r}' for name, degree in wrong.items())}; "
-            "use 1 for an axis that is not wanted"
+            "use 1 for an unused axis"
         )
 
 
 def _what_is_left(world_size: int, degrees: Mapping[str, int]) -> int:
-    """The degree of the last axis of a factorisation, from the others'."""
+    """Returns the degree of the last axis of a factorization, given the others."""
     taken = prod(degrees.values())
     if world_size % taken:
         raise TopologyError(
             f"{_written(degrees)} must divide world_size ({world_size}); "
-            f"use sizes whose product does, or a multiple of {taken} ranks"
+            f"use sizes whose product divides it, or a multiple of {taken} ranks"
         )
     return world_size // taken
 

@@ -1,4 +1,4 @@
-"""Rules between the layout, the model that it cuts, and the batch that it shares out."""
+"""Rules that relate the layout to the model that it splits and the batch that it distributes."""
 
 import functools
 from collections.abc import Iterator
@@ -33,19 +33,19 @@ _BATCH, _MICRO, _SCHEDULE = "train.global_batch_size", "train.micro_batch_size",
 
 
 def degrees_multiply_to_the_world_size(run: Draft) -> Iterator[Violation]:
-    """tensor x context x pipeline x replicate x shard is the number of ranks; shard=-1 takes what the others leave."""
+    """tensor x context x pipeline x replicate x shard is the number of ranks; shard=-1 takes the remaining ranks."""
     world = run.world_size
     if world is None:
         return
     degrees: dict[str, int] = {name: run[f"parallel.{name}"] for name in DENSE_DEGREES}
     try:
-        Layout.resolve(world, **degrees, expert_tensor=1)  # those of experts have a rule of their own
+        Layout.resolve(world, **degrees, expert_tensor=1)  # the expert degrees have a rule of their own
     except TopologyError:
         shard = degrees.pop("shard")
         always = ("tensor", "replicate")
         named = {f"parallel.{name}": degree for name, degree in degrees.items() if name in always or degree > 1}
         product = " x ".join(f"{name} ({degree})" for name, degree in named.items())
-        wanted = f"{product} must divide" if shard == -1 else f"{product} x {_SHARD} ({shard}) must be"
+        wanted = f"{product} must divide" if shard == -1 else f"{product} x {_SHARD} ({shard}) must equal"
         fixes = [{_SHARD: -1}, *_layouts(run), *_shorter_pipelines(run)]
         message = f"{wanted} the number of ranks ({world})"
         yield Violation("degrees_multiply_to_the_world_size", _TENSOR, message, tuple(fixes))
@@ -64,9 +64,9 @@ def heads_divide_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
 
 
 def query_groups_divide_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
-    """num_query_groups is divisible by tensor, or tensor by num_query_groups, and then several ranks share a group."""
+    """num_query_groups is divisible by tensor, or divides it; then several ranks share a group."""
     tensor, groups, heads = run[_TENSOR], run[_GROUPS], run[_HEADS]
-    # groups that are not given are as many as the heads, which have a rule of their own
+    # by default there are as many groups as heads, which have a rule of their own
     if _GROUPS not in run.given or groups % tensor == 0 or tensor % groups == 0:
         return
     others = [count for count in divisors(heads) if count % tensor == 0 or tensor % count == 0]
@@ -76,7 +76,7 @@ def query_groups_divide_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
 
 
 def sequence_parallel_needs_tensor_parallel(run: Draft) -> Iterator[Violation]:
-    """sequence needs tensor above 1: it splits activations over the ranks of tensor parallelism."""
+    """sequence needs tensor above 1: it splits activations over the tensor-parallel ranks."""
     if run[_SEQUENCE] and run[_TENSOR] == 1:
         message = f"{_SEQUENCE}=true needs {_TENSOR} above 1; got 1"
         fixes = ({_SEQUENCE: False}, {_TENSOR: 2})
@@ -95,7 +95,7 @@ def sequence_divides_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
 
 
 def context_method_needs_context_parallel(run: Draft) -> Iterator[Violation]:
-    """context_method needs context above 1: it says how those ranks exchange keys and values."""
+    """context_method needs context above 1: it selects how those ranks exchange keys and values."""
     if run[_METHOD] != "ring" and run[_CONTEXT] == 1:
         message = f"{_METHOD}={run[_METHOD]} needs {_CONTEXT} above 1; got 1"
         yield Violation("context_method_needs_context_parallel", _METHOD, message, (_ring(run), {_CONTEXT: 2}))
@@ -115,28 +115,28 @@ def sequence_divides_among_context_ranks(run: Draft) -> Iterator[Violation]:
 
 
 def two_levels_divide_context(run: Draft) -> Iterator[Violation]:
-    """Under two_level, context_inner divides context and is neither 1 nor all of it."""
+    """With context_method=two_level, context_inner divides context and is neither 1 nor context itself."""
     context, inner = run[_CONTEXT], run.get(_INNER)
     if run[_METHOD] != "two_level" or context == 1:
         return
     able = [degree for degree in divisors(context) if 1 < degree < context]
     if inner not in able:
-        message = f"{_METHOD}=two_level needs a {_INNER} that divides {_CONTEXT} ({context}) and is less; got {inner}"
+        message = f"{_METHOD}=two_level needs {_INNER} to divide {_CONTEXT} ({context}) and be smaller; got {inner}"
         better = [{_INNER: degree} for degree in nearest_first(able, inner or 2)]
         fixes: list[Fix] = [*better, _ring(run)]
         yield Violation("two_levels_divide_context", _INNER, message, tuple(fixes))
 
 
 def heads_divide_among_context_ranks(run: Draft) -> Iterator[Violation]:
-    """The heads of a rank of tensor are divisible by the ranks that trade them: context, or context_inner."""
+    """The heads of a tensor-parallel rank are divisible by the ranks that exchange them: context, or context_inner."""
     method, heads, tensor = run[_METHOD], run[_HEADS], run[_TENSOR]
     if method not in ("all_to_all", "two_level") or heads % tensor:
         return
     name = _CONTEXT if method == "all_to_all" else _INNER
     if heads // tensor % run[name]:
         message = (
-            f"{_METHOD}={method} splits the {heads // tensor} attention heads of a rank over {name} ({run[name]}), "
-            "which must divide them"
+            f"{_METHOD}={method} needs {name} ({run[name]}) to divide the {heads // tensor} attention heads of a "
+            "tensor-parallel rank"
         )
         fixes = [_ring(run)]
         fixes += [{name: degree} for degree in nearest_first(divisors(heads // tensor), run[name]) if degree > 1]
@@ -144,7 +144,7 @@ def heads_divide_among_context_ranks(run: Draft) -> Iterator[Violation]:
 
 
 def hidden_size_divides_among_shards(run: Draft) -> Iterator[Violation]:
-    """hidden_size, and the latents of mla, are divisible by shard x context: FSDP needs equal parts of them."""
+    """hidden_size, and the latents of mla, are divisible by shard x context: FSDP needs equal shards."""
     shard = run.layout.shard * run.layout.context
     units = {"model.hidden_size": _hidden_unit(run, shard), "model.mla.q_lora_rank": shard, _LATENT: shard}
     for name, unit in units.items():
@@ -156,7 +156,7 @@ def hidden_size_divides_among_shards(run: Draft) -> Iterator[Violation]:
 
 
 def batches_divide_among_ranks(run: Draft) -> Iterator[Violation]:
-    """Every global batch size, also of a schedule, is divisible by micro_batch_size x data-parallel ranks."""
+    """Every global batch size, also within a schedule, is divisible by micro_batch_size x data-parallel ranks."""
     micro, ranks = run[_MICRO], run.layout.data_parallel
     unit = micro * ranks
     of = f"{_MICRO} ({micro}) x data-parallel ranks ({ranks})"
@@ -166,7 +166,7 @@ def batches_divide_among_ranks(run: Draft) -> Iterator[Violation]:
         except ConfigError:
             raise Unknown(_SCHEDULE) from None
         if wrong := [size for size in sizes if size % unit]:
-            message = f"every batch of {_SCHEDULE} ({', '.join(map(str, wrong))}) must be divisible by {of}"
+            message = f"every batch size of {_SCHEDULE} ({', '.join(map(str, wrong))}) must be divisible by {of}"
             mended = with_batch_sizes(schedule, [round_up(size, unit) for size in sizes])
             yield Violation("batches_divide_among_ranks", _SCHEDULE, message, ({_SCHEDULE: mended}, {_MICRO: 1}))
     elif (batch := run[_BATCH]) % unit:
@@ -181,24 +181,24 @@ def batches_divide_among_ranks(run: Draft) -> Iterator[Violation]:
 
 
 def _ring(run: Draft) -> Fix:
-    """The change to the exchange that any number of ranks can do."""
+    """Returns the fix that resets the exchange to the ring, which works for any number of ranks."""
     return {name: None for name in (_METHOD, _INNER) if name in run.given}
 
 
 def _context(run: Draft, degree: int) -> Fix:
-    """The change to ``degree`` ranks of context, without what would have no effect then."""
+    """Returns the fix that sets context to ``degree`` and removes settings that then have no effect."""
     return {_CONTEXT: degree, **(_ring(run) if degree == 1 else {})}
 
 
 def _layouts(run: Draft) -> tuple[Fix, ...]:
-    """Other layouts of the same world, or of any where it is not known, nearest degrees of tensor first.
+    """Returns other layouts of the same world, or of any world if it is not known, nearest degrees of tensor first.
 
-    They keep pipeline, and context where it divides what that leaves of the world; else they leave context out.
+    They keep pipeline, and context if it divides the ranks of a pipeline stage; otherwise they reset context to 1.
     """
     heads = run.get(_HEADS) or run[_TENSOR]
     context, pipeline, world = run.get(_CONTEXT) or 1, run[_PIPELINE], run.world_size
     if world is not None and world % pipeline:
-        return ()  # no layout with so many stages
+        return ()  # no layout has this number of stages
     left = None if world is None else world // pipeline
     kept = left is None or left % context == 0
     left = left // context if left is not None and kept else left
@@ -206,7 +206,7 @@ def _layouts(run: Draft) -> tuple[Fix, ...]:
     return found if kept else tuple({**change, **_context(run, 1)} for change in ({_SHARD: -1}, *found))
 
 
-@functools.cache  # hundreds for a large world, and asked for with every suggestion that is tried
+@functools.cache  # hundreds for a large world, needed again for every suggestion that is tried
 def _other_layouts(tensor: int, shard: int, sequence: bool, heads: int, world: int | None) -> tuple[Fix, ...]:
     found: list[Fix] = []
     for degree in nearest_first(divisors(gcd(heads, world or heads)), tensor):
@@ -225,12 +225,12 @@ def _other_layouts(tensor: int, shard: int, sequence: bool, heads: int, world: i
 
 
 def _shorter_pipelines(run: Draft) -> Iterator[Fix]:
-    """Pipelines that divide the world, alone and with what they leave to data parallelism."""
+    """Yields degrees of pipeline that divide the world, alone and with all remaining ranks data parallel."""
     for stages in nearest_first(divisors(run.world_size or 1), run[_PIPELINE]):
         yield {_PIPELINE: stages}
         yield {_PIPELINE: stages, _TENSOR: 1, _SEQUENCE: False, _REPLICATE: 1, _SHARD: -1}
 
 
 def _hidden_unit(run: Draft, shard: int) -> int:
-    """What a hidden size must be a multiple of, so that its heads stay whole and even as well."""
+    """Returns what a hidden size must be a multiple of, so that the head size also stays whole and even."""
     return lcm(shard, 2 * (run.get(_HEADS) or 1))

@@ -1,4 +1,4 @@
-"""From a YAML file, a recipe or a mapping, and overrides, to a run's settings; and back to YAML."""
+"""Loads a run's settings from a YAML file, a recipe or a mapping plus overrides, and writes them back to YAML."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +19,13 @@ from megalith.input_file import read_regular_file
 
 __all__ = ["as_tree", "dump_yaml", "load_run", "read_tree"]
 
-_MOST_TOLD = 50  # violations; who has more wants to see the first ones
+_MOST_TOLD = 50  # violations that are listed; the rest are only counted
 
 
 def load_run(
     source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, world_size: int | None = None
 ) -> RunConfig:
-    """The settings of a run, checked, with every default that depends on other fields worked out.
+    """Loads and checks the settings of a run, with all defaults that depend on other fields filled in.
 
     Args:
         source: a YAML file, the name of a recipe, or a tree of settings (groups may be mappings or group objects).
@@ -33,23 +33,23 @@ def load_run(
         world_size: ranks of the run, to check the layout too.
 
     Raises:
-        ConfigError: the source cannot be read, or the settings are not valid; it lists all violations at once.
+        ConfigError: the source cannot be read, or the settings are not valid; the message lists all violations.
     """
     tree, found = _read_tree(source, overrides)
     if found := found + violations(tree, world_size):
-        count = f"{len(found):,} settings are" if len(found) > 1 else "a setting is"
+        count = f"{len(found):,} settings are" if len(found) > 1 else "1 setting is"
         more = [f"  and {len(found) - _MOST_TOLD:,} more"] if len(found) > _MOST_TOLD else []
-        raise ConfigError("\n".join([f"{count} wrong:", *(f"  {line}" for line in found[:_MOST_TOLD]), *more]))
+        raise ConfigError("\n".join([f"{count} invalid:", *(f"  {line}" for line in found[:_MOST_TOLD]), *more]))
     return RunConfig.model_validate(tree)
 
 
 def read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The tree of settings that ``source`` and ``overrides`` spell, groups as dicts, not checked.
+    """Returns the unchecked tree of settings in ``source`` and ``overrides``, with groups as dicts.
 
-    Names of earlier versions are replaced by those of today, and a line is logged that gives both.
+    Names from earlier versions are replaced by the current ones, with a log line that gives both.
 
     Raises:
-        ConfigError: the source or an override cannot be read, or an override names no setting.
+        ConfigError: the source or an override cannot be read, or an override names an unknown setting.
     """
     tree, found = _read_tree(source, overrides)
     if found:
@@ -58,18 +58,18 @@ def read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str] =
 
 
 def as_tree(config: RunConfig) -> dict[str, Any]:
-    """The tree of ``config`` in plain values, complete but for settings without effect; ``load_run`` reads it back."""
+    """Returns ``config`` as a tree of plain values, without settings of no effect; ``load_run`` reads it back."""
     values = config.model_dump(mode="json")
     return _with_effect(RunConfig, values, lambda name: look_up(values, name))
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """``config`` as a YAML file that ``load_run`` reads back as an equal one."""
+    """Returns ``config`` as YAML that ``load_run`` reads back as an equal config."""
     return write_yaml(as_tree(config))
 
 
 def _read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """``read_tree`` without the overrides that it refuses, and what is wrong with each of these."""
+    """Returns the tree of ``read_tree`` without invalid overrides, and an error message for each of those."""
     tree = plain_tree(source if isinstance(source, Mapping) else _read(source))
     wrong: list[str] = []
     read: list[tuple[str, str, Any]] = []
@@ -90,7 +90,7 @@ def _read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str])
             wrong.append(f"override {text!r}: {_why_no_setting(name)}")
             continue
         if isinstance(value, int | float) and str in _kinds(current):
-            value = text.partition("=")[2].strip()  # a shell has eaten the quotes of run='2024'
+            value = text.partition("=")[2].strip()  # the shell has removed the quotes of run='2024'
         _override_(tree, current, value)
     log_moved(name for name in sorted(given) if name in MOVED)
     return tree, wrong
@@ -101,7 +101,7 @@ def _read(source: str | Path) -> Mapping[str, Any]:
     if isinstance(source, str) and path.suffix not in (".yaml", ".yml") and path.name == source:
         if source not in recipe_names():
             raise ConfigError(
-                f"there is no recipe {source}; use one of {', '.join(recipe_names())}, or the path of a .yaml file"
+                f"there is no recipe {source}; use one of {', '.join(recipe_names())}, or the path to a .yaml file"
             )
         tree = read_recipe(source)
     else:
@@ -109,7 +109,7 @@ def _read(source: str | Path) -> Mapping[str, Any]:
             content = read_regular_file(path, MOST_BYTES)
         except OSError as error:
             raise ConfigError(
-                f"settings cannot be read from {path}: {error.strerror}; recipes are {', '.join(recipe_names())}"
+                f"settings cannot be read from {path}: {error.strerror}; available recipes: {', '.join(recipe_names())}"
             ) from error
         tree = read_yaml(content, str(path))
     if not isinstance(tree, Mapping):
@@ -118,7 +118,7 @@ def _read(source: str | Path) -> Mapping[str, Any]:
 
 
 def _override_(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Sets ``name``, unless a value that is no group stands in its way, which is reported later."""
+    """Sets ``name``, unless one of its groups has a value that is not a group, which is reported later."""
     group = parent(name)
     while group:
         if not isinstance(look_up(tree, group), Mapping | None):
@@ -128,7 +128,7 @@ def _override_(tree: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _kinds(name: str) -> tuple[Any, ...]:
-    """The types that the setting ``name`` may have; none for a group."""
+    """Returns the types that the setting ``name`` may have; only None for a group."""
     annotation = FIELDS[name].annotation if name in FIELDS else None
     return annotation, *get_args(annotation)
 
@@ -140,7 +140,7 @@ def _is_optional(name: str) -> bool:
 def _with_effect(
     settings: type[SettingsGroup], values: Mapping[str, Any], value_of: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """``values`` of a group without fields that have no effect and nested groups that are not there."""
+    """Returns the ``values`` of a group without fields that have no effect and without absent nested groups."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         if name not in settings.nested_groups:

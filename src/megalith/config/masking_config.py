@@ -1,4 +1,4 @@
-"""Which tokens of a sample are masked, for models that learn to fill in what is missing."""
+"""Which tokens of a sample are masked, for models that are trained to predict masked tokens."""
 
 from typing import ClassVar, Literal
 
@@ -10,25 +10,25 @@ __all__ = ["MaskingConfig"]
 
 
 class MaskingConfig(SettingsGroup):
-    """Masked words of BERT and spans of T5; defaults are the field's."""
+    """Masking of words for BERT and of spans for T5; the defaults are the usual ones."""
 
     dotted_name: ClassVar[str] = "data.masking"
 
     probability: float = Field(default=0.15, gt=0, lt=1, description="[share] of a sample's tokens that are masked")
     max_ngram: int | None = Field(
-        default=None, ge=1, le=LARGEST_SIZE, description="[words] masked in a row, at most; null: 3 for BERT, 10 for T5"
+        default=None, ge=1, le=LARGEST_SIZE, description="[words] masked in a row at most; null: 3 for BERT, 10 for T5"
     )
     use_geometric_distribution: bool | None = Field(
         default=None,
-        description="words in a row by the geometric distribution of 0.2, cut off at max_ngram, rather than by 1 / n; "
-        "null: for T5",
+        description="draw the number n of words in a row from a geometric distribution with p = 0.2, truncated at "
+        "max_ngram, instead of in proportion to 1 / n; null: for T5 only",
     )
-    whole_words: bool = Field(default=True, description="words are masked as a whole, rather than single tokens")
+    whole_words: bool = Field(default=True, description="mask whole words instead of single tokens")
     short_sequence_probability: float = Field(
-        default=0.1, ge=0, le=1, description="[share] of samples that are given a random, shorter length"
+        default=0.1, ge=0, le=1, description="[share] of samples that get a random shorter length"
     )
     long_sentences: Literal["refuse", "cut", "skip"] = Field(
         default="refuse",
-        description="sentences that are longer than a sample: an error, or cut into pieces, or their whole documents "
-        "left out and counted in the log",
+        description="what to do with sentences longer than a sample: raise an error, cut them into pieces, or skip "
+        "their documents and log how many",
     )

@@ -11,7 +11,7 @@ __all__ = ["MLAConfig", "head_parts"]
 
 
 class MLAConfig(SettingsGroup):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from one latent of a token."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from one latent per token."""
 
     dotted_name: ClassVar[str] = "model.mla"
 
@@ -19,7 +19,7 @@ class MLAConfig(SettingsGroup):
         ge=1, le=LARGEST_SIZE, description="[features] size of the latent of keys and values", examples=[512]
     )
     q_lora_rank: int | None = Field(
-        default=None, ge=1, le=LARGEST_SIZE, description="[features] size of the latent of queries; null: there is none"
+        default=None, ge=1, le=LARGEST_SIZE, description="[features] size of the latent of queries; null: no latent"
     )
     qk_nope_head_dim: int = Field(
         default=128, ge=1, le=LARGEST_SIZE, description="[features] of a query or key head that are not rotated"
@@ -28,16 +28,16 @@ class MLAConfig(SettingsGroup):
         default=64,
         ge=1,
         le=LARGEST_SIZE,
-        description="[features] of a query or key head that are rotated; all heads share those of the key",
+        description="[features] of a query or key head that are rotated; all key heads share them",
     )
     v_head_dim: int = Field(default=128, ge=1, le=LARGEST_SIZE, description="[features] of a value head")
     norm_epsilon: float | None = Field(
-        default=None, gt=0, description="[variance] in the norms of latents; null: model.layernorm_epsilon"
+        default=None, gt=0, description="[variance] added in the norms of the latents; null: model.layernorm_epsilon"
     )
 
 
 def head_parts(fields: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The two parts of a query or key head, by the ``fields`` of an ``MLAConfig`` before they are checked."""
+    """Returns the sizes of the two parts of a query or key head, from unchecked ``fields`` of an ``MLAConfig``."""
     nope, rope = (
         fields.get(name, MLAConfig.model_fields[name].default) for name in ("qk_nope_head_dim", "qk_rope_head_dim")
     )

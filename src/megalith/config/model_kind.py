@@ -1,4 +1,4 @@
-"""The kinds of model, which groups of settings decide: model.bert a BERT, model.t5 a T5, and neither a GPT."""
+"""The kinds of model: a BERT if model.bert is set, a T5 if model.t5 is set, otherwise a GPT."""
 
 from typing import Literal
 

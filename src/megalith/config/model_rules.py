@@ -29,7 +29,7 @@ _MODULES = "model.mtp.num_modules"
 
 
 def heads_divide_hidden_size(run: Draft) -> Iterator[Violation]:
-    """hidden_size is divisible by num_attention_heads, unless kv_channels sets the size of a head."""
+    """hidden_size is divisible by num_attention_heads, unless kv_channels sets the head size."""
     hidden, heads = run[_HIDDEN], run[_HEADS]
     if _HEAD_SIZE in run.given or hidden % heads == 0:
         return
@@ -46,9 +46,9 @@ def heads_divide_hidden_size(run: Draft) -> Iterator[Violation]:
 
 
 def rotated_features_are_even(run: Draft) -> Iterator[Violation]:
-    """Of a head's kv_channels, rope rotates an even number, at least 2: all of them, or the share rope.percent.
+    """rope rotates an even number of features per head, at least 2: all kv_channels, or the share rope.percent.
 
-    Of latent attention it rotates mla.qk_rope_head_dim.
+    With latent attention it rotates mla.qk_rope_head_dim.
     """
     hidden, heads, percent, name = run[_HIDDEN], run[_HEADS], run[_PERCENT], _rotated_size(run)
     size = run[name]
@@ -56,7 +56,9 @@ def rotated_features_are_even(run: Draft) -> Iterator[Violation]:
     if rotated % 2 == 0 and rotated > 0:
         return
     if percent < 1:
-        wanted = f"{_PERCENT} ({percent}) of {name} ({size}) must be an even number of features; it is {rotated}"
+        wanted = (
+            f"{_PERCENT} ({percent}) of {name} ({size}) must be an even number of features, at least 2; got {rotated}"
+        )
         shares = (features / size for features in nearest_first(range(2, size + 1, 2), size * percent))
         yield Violation(
             "rotated_features_are_even", _PERCENT, wanted, (*({_PERCENT: share} for share in shares), {_PERCENT: None})
@@ -66,24 +68,24 @@ def rotated_features_are_even(run: Draft) -> Iterator[Violation]:
         fixes = [{name: size + 1}]
     else:
         if hidden % heads:
-            return  # heads_divide_hidden_size has said so
+            return  # reported by heads_divide_hidden_size
         even = [count for count in divisors(hidden) if hidden // count % 2 == 0]
         fixes = [{_HIDDEN: hidden + heads}, *({_HEADS: count} for count in nearest_first(even, heads))]
     yield Violation(
         "rotated_features_are_even",
         name,
-        f"{name}, the size of a head, must be even under rope; it is {size}",
+        f"{name} ({size}), the number of features that rope rotates in a head, must be even",
         (*fixes, {name: size + 1}),
     )
 
 
 def _rotated_size(run: Draft) -> str:
-    """The setting that has the size of what rope rotates of a head, or a share of."""
+    """Returns the setting that holds the number of features per head to which rope applies."""
     return _HEAD_SIZE if run.get(_LATENT) is None else _ROPE
 
 
 def sections_are_all_pairs(run: Draft) -> Iterator[Violation]:
-    """The three numbers of rope.sections add up to the pairs of features that rope rotates."""
+    """The three numbers of rope.sections add up to the number of feature pairs that rope rotates."""
     sections, rotated = run[_SECTIONS], int(run[_rotated_size(run)] * run[_PERCENT])
     if rotated % 2 or sum(sections) == rotated // 2:
         return  # rotated_features_are_even has reported an odd number
@@ -91,14 +93,14 @@ def sections_are_all_pairs(run: Draft) -> Iterator[Violation]:
     yield Violation(
         "sections_are_all_pairs",
         _SECTIONS,
-        f"{_SECTIONS} ({', '.join(map(str, sections))}) must add up to {rotated // 2}, the pairs of features that are "
-        f"rotated; they add up to {sum(sections)}",
+        f"{_SECTIONS} ({', '.join(map(str, sections))}) must add up to {rotated // 2}, the number of feature "
+        f"pairs that rope rotates; they add up to {sum(sections)}",
         ({_SECTIONS: [rotated // 2 - 2 * height, height, height]}, {_SECTIONS: None}),
     )
 
 
 def local_base_needs_a_window(run: Draft) -> Iterator[Violation]:
-    """rope.local_base needs attention.window: it is the base in layers that have one."""
+    """rope.local_base needs attention.window: it is the base in layers with a window."""
     name, window = "model.rope.local_base", "model.attention.window"
     base = run[name]
     if run.get(window) is None:
@@ -107,7 +109,7 @@ def local_base_needs_a_window(run: Draft) -> Iterator[Violation]:
 
 
 def scaling_counts_rotations_of_a_pair(run: Draft) -> Iterator[Violation]:
-    """llama3 and yarn need original_max_position_embeddings, and more rotations of fast pairs than of slow ones."""
+    """llama3 and yarn need original_max_position_embeddings, and a threshold of fast pairs above that of slow ones."""
     kind, length = run[f"{_SCALING}.type"], f"{_SCALING}.original_max_position_embeddings"
     slow, fast = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}.get(
         kind, ("", "")
@@ -115,7 +117,9 @@ def scaling_counts_rotations_of_a_pair(run: Draft) -> Iterator[Violation]:
     if not slow:
         return
     if run.get(length) is None:
-        message = f"{length} is missing: {_SCALING}.type={kind} counts the rotations of a pair over so many tokens"
+        message = (
+            f"{length} is missing: {_SCALING}.type={kind} counts the rotations of a feature pair over that many tokens"
+        )
         yield Violation("scaling_counts_rotations_of_a_pair", length, message, ({length: 8192},))
     slow, fast = f"{_SCALING}.{slow}", f"{_SCALING}.{fast}"
     if run[fast] <= run[slow]:
@@ -125,12 +129,12 @@ def scaling_counts_rotations_of_a_pair(run: Draft) -> Iterator[Violation]:
 
 
 def yarn_has_one_attention_factor(run: Draft) -> Iterator[Violation]:
-    """rope.scaling has an attention_factor, or both of mscale and mscale_all_dim, or none of the three."""
+    """rope.scaling sets attention_factor, or both mscale and mscale_all_dim, or none of the three."""
     names = [f"{_SCALING}.{name}" for name in ("attention_factor", "mscale", "mscale_all_dim")]
     given = [name for name in names if run.get(name) is not None]
     if given in ([], names[:1], names[1:]):
         return
-    message = f"{names[0]} stands alone, and mscale together with mscale_all_dim; got {' and '.join(given)}"
+    message = f"set {names[0]} alone, or mscale together with mscale_all_dim; got {' and '.join(given)}"
     fixes = (
         *({name: None for name in given if name not in kept} for kept in (names[:1], names[1:])),
         dict.fromkeys(given),
@@ -155,7 +159,7 @@ def query_groups_divide_heads(run: Draft) -> Iterator[Violation]:
 
 
 def latent_heads_are_those_of_mla(run: Draft) -> Iterator[Violation]:
-    """mla has a key for each query head, of its own size, and rope; none of what is for groups of heads alone."""
+    """mla fixes num_query_groups, kv_channels and rope; it has no qk_norm, output_gate, sink or base_kv_channels."""
     if run.get(_LATENT) is None:
         return
     wanted: dict[str, Any] = {
@@ -175,15 +179,15 @@ def latent_heads_are_those_of_mla(run: Draft) -> Iterator[Violation]:
 
 
 def scores_have_one_scale(run: Draft) -> Iterator[Violation]:
-    """attention.scale is not given beside mup.base_kv_channels, which scales the scores by the size of heads."""
+    """attention.scale cannot be combined with mup.base_kv_channels, which also sets the scale of the scores."""
     name, scale = "model.attention.scale", run.get("model.attention.scale")
     if scale is not None and run.get(_BASE_HEAD_SIZE) is not None:
-        message = f"{name} ({scale}) has no place beside {_BASE_HEAD_SIZE}, which sets the factor on q k^T, too"
+        message = f"{name} ({scale}) cannot be combined with {_BASE_HEAD_SIZE}, which also sets the factor on q k^T"
         yield Violation("scores_have_one_scale", name, message, ({name: None}, {_BASE_HEAD_SIZE: None}))
 
 
 def positions_reach_the_sequence(run: Draft) -> Iterator[Violation]:
-    """max_position_embeddings is at least seq_length under learned_absolute."""
+    """max_position_embeddings is at least seq_length with learned_absolute."""
     if run["model.position_embedding_type"] != "learned_absolute":
         return
     positions, sequence = run[_POSITIONS], run["data.seq_length"]
@@ -197,7 +201,7 @@ def positions_reach_the_sequence(run: Draft) -> Iterator[Violation]:
 
 
 def modules_predict_within_the_sequence(run: Draft) -> Iterator[Violation]:
-    """mtp.num_modules is below seq_length: the last module predicts the token num_layers + 1 ahead."""
+    """mtp.num_modules is below seq_length: the last module predicts the token num_modules + 1 positions ahead."""
     modules, sequence = run[_MODULES], run["data.seq_length"]
     if modules >= sequence:
         message = f"{_MODULES} ({modules}) must be below data.seq_length ({sequence})"
@@ -207,7 +211,7 @@ def modules_predict_within_the_sequence(run: Draft) -> Iterator[Violation]:
 
 
 def positions_are_given(run: Draft) -> Iterator[Violation]:
-    """A model built on its own, with no seq_length to follow, says how many positions it learns."""
+    """A model config on its own, without a seq_length to follow, gives max_position_embeddings."""
     if run["model.position_embedding_type"] == "learned_absolute" and run.get(_POSITIONS) is None:
         message = f"{_POSITIONS} is missing: learned_absolute needs the number of positions"
         yield Violation("positions_are_given", _POSITIONS, message, ({_POSITIONS: 1024},))

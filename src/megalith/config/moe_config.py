@@ -12,20 +12,20 @@ __all__ = ["CapacityConfig", "MoEConfig"]
 
 
 class CapacityConfig(SettingsGroup):
-    """A bound on the tokens of an expert, past which they are dropped: they keep their residual alone."""
+    """A limit on the tokens per expert, beyond which tokens are dropped: they keep only their residual."""
 
     dotted_name: ClassVar[str] = "model.moe.capacity"
 
     factor: float = Field(
         gt=0,
-        description="[ratio] of an expert's tokens to T K / E, rounded up, of the T tokens that a rank has at a time",
+        description="[ratio] of an expert's capacity to T K / E, rounded up, of the T tokens that a rank has at a time",
         examples=[1.25],
     )
     drop: Literal["probability", "position"] = Field(
-        default="probability", description="tokens of the lowest weights are dropped, or the last ones"
+        default="probability", description="drop the tokens with the lowest weights, or the last ones"
     )
     pad: bool = Field(
-        default=False, description="every expert gets as many rows as it may have, so that no shape depends on data"
+        default=False, description="pad every expert to its capacity, so that no shape depends on the data"
     )
 
 
@@ -44,28 +44,28 @@ class MoEConfig(SettingsGroup):
     )
     layers: LayerPattern | None = Field(
         default=None,
-        description="which layers have experts, repeated from layer 0 on; the others have an MLP; null: all of them",
+        description="which layers have experts, repeated from layer 0 on; the others have an MLP; null: all layers",
         examples=[[False, True]],
     )
     shared_ffn_hidden_size: int | None = Field(
         default=None,
         ge=1,
         le=LARGEST_SIZE,
-        description="[features] inner width of the shared experts together, an MLP that every token is sent to; "
-        "null: there is none",
+        description="[features] total inner width of the shared experts, an MLP that every token is sent to; null: no "
+        "shared experts",
     )
     shared_expert_gate: bool = Field(
-        default=False, description="what the shared experts give is multiplied by sigmoid(gate x) (Qwen2-MoE)"
+        default=False, description="multiply the output of the shared experts by sigmoid(gate x) (Qwen2-MoE)"
     )
     latent_size: int | None = Field(
         default=None,
         ge=1,
         le=LARGEST_SIZE,
-        description="[features] that tokens are projected to before they travel, and back from after; null: they "
-        "travel whole",
+        description="[features] to which tokens are projected before dispatch, and projected back after it; null: no "
+        "projection",
     )
-    router: RouterConfig = Field(default_factory=RouterConfig, description="how experts are chosen")
-    capacity: CapacityConfig | None = Field(default=None, description="a bound on the tokens of an expert")
+    router: RouterConfig = Field(default_factory=RouterConfig, description="how experts are selected")
+    capacity: CapacityConfig | None = Field(default=None, description="limit on the tokens per expert")
 
     def has_experts(self, layer_index: int) -> bool:
         """Whether the layer with this global index has experts."""

@@ -1,4 +1,4 @@
-"""Settings that have another name than in earlier versions, whose files and command lines are still read."""
+"""Settings that were renamed; files and command lines with the names of earlier versions are still accepted."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -29,19 +29,19 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "precision.min_loss_scale": "precision.loss_scale.minimum",
     }
 )
-# old name -> its value that is now spelled by leaving the group out
+# old name -> its value that is now expressed by leaving the group out
 _NOT_SET: Mapping[str, str] = MappingProxyType({"optim.weight_decay_schedule": "constant"})
 
 
 def means_not_set(name: str, value: Any) -> bool:
-    """Whether ``value``, beside the old name ``name``, says that the setting is not set."""
+    """Whether ``value``, given for the old name ``name``, means that the setting is not set."""
     return value is None or value == _NOT_SET.get(name)
 
 
 def rename_(tree: dict[str, Any]) -> None:
-    """Gives every setting of a plain tree its new name, and logs a line if there was an old one.
+    """Replaces old names in a plain tree by the new ones, and logs a line if there were any.
 
-    An old name beside its new one stays, to be refused as an unknown setting.
+    An old name given together with its new one stays, and is reported as an unknown setting.
     """
     renamed = []
     for old, new in MOVED.items():

@@ -1,4 +1,4 @@
-"""Multi-token prediction: how many further tokens are predicted in training, and how much that counts."""
+"""Multi-token prediction: how many additional tokens are predicted in training, and the weight of their loss."""
 
 from typing import ClassVar
 
@@ -15,8 +15,8 @@ class MTPConfig(SettingsGroup):
     dotted_name: ClassVar[str] = "model.mtp"
 
     num_modules: int = Field(
-        default=1, ge=1, le=64, description="[modules] tokens predicted after the next one, each by a layer of its own"
+        default=1, ge=1, le=64, description="[modules] tokens predicted after the next one, each by its own layer"
     )
     loss_weight: float = Field(
-        default=0.1, gt=0, description="[ratio] weight of the mean of the modules' losses beside the main loss"
+        default=0.1, gt=0, description="[ratio] weight of the modules' mean loss relative to the main loss"
     )

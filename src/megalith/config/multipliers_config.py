@@ -1,4 +1,4 @@
-"""Constant factors along the model, and the logits' bound."""
+"""Constant factors in the model, and the soft cap of the logits."""
 
 from typing import ClassVar
 
@@ -10,14 +10,14 @@ __all__ = ["MultipliersConfig"]
 
 
 class MultipliersConfig(SettingsGroup):
-    """Constant factors along the model, as in Gemma and Granite; model.mup scales with the width besides."""
+    """Constant factors in the model, as in Gemma and Granite; model.mup also scales with the width."""
 
     dotted_name: ClassVar[str] = "model.multipliers"
 
     embedding: float = Field(
         default=1.0,
         gt=0,
-        description="[factor] on token embeddings, before positions are added; Gemma: the root of hidden_size",
+        description="[factor] on token embeddings, before positions are added; Gemma: sqrt(hidden_size)",
     )
     residual: float = Field(
         default=1.0, gt=0, description="[factor] on what attention and MLP add to the residual stream"

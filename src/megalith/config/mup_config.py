@@ -1,4 +1,4 @@
-"""The maximal update parametrization, muP: which width a model's hyperparameters were chosen at."""
+"""The maximal update parametrization, muP: the width at which a model's hyperparameters were tuned."""
 
 from typing import ClassVar
 
@@ -10,9 +10,9 @@ __all__ = ["MuPConfig"]
 
 
 class MuPConfig(SettingsGroup):
-    """muP (Yang et al. 2022, arXiv:2203.03466, table 8): rates and deviations chosen at one width hold at any other.
+    """muP (Yang et al. 2022, arXiv:2203.03466, table 8): hyperparameters tuned at one width transfer to any other.
 
-    First weights, attention, logits and AdamW follow hidden_size / base_hidden_size; see docs/mup.md.
+    Initial weights, attention, logits and AdamW scale with hidden_size / base_hidden_size; see docs/mup.md.
     """
 
     dotted_name: ClassVar[str] = "model.mup"
@@ -20,7 +20,7 @@ class MuPConfig(SettingsGroup):
     base_hidden_size: int = Field(
         ge=1,
         le=LARGEST_SIZE,
-        description="[features] hidden_size of the model that init_method_std, the multipliers and optim were chosen "
+        description="[features] hidden_size of the model that init_method_std, the multipliers and optim were tuned "
         "for; all widths of a layer grow in proportion",
         examples=[256],
     )
@@ -28,5 +28,5 @@ class MuPConfig(SettingsGroup):
         default=None,
         ge=1,
         le=LARGEST_SIZE,
-        description="[features] kv_channels of that model, where heads grow with the width; null: those of this one",
+        description="[features] kv_channels of that model, if heads grow with the width; null: as in this model",
     )

@@ -1,4 +1,4 @@
-"""The setting that somebody meant: by its spelling, by its place, or by its name in other programs."""
+"""Finds the setting that was probably meant: by its spelling, its group, or its name in other programs."""
 
 from collections.abc import Mapping
 from difflib import SequenceMatcher, get_close_matches
@@ -10,7 +10,7 @@ from megalith.config.settings_tree import FIELDS, GROUPS
 
 __all__ = ["nearest_group", "nearest_setting"]
 
-# names of Megatron-LM, Hugging Face, PyTorch and earlier versions
+# names in Megatron-LM, Hugging Face, PyTorch and earlier versions
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {old.rpartition(".")[2]: new for old, new in MOVED.items()}
     | {
@@ -83,10 +83,10 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
 
 
 def nearest_setting(name: str) -> str | None:
-    """The dotted name of a setting that ``name``, which is none, was probably meant to be."""
+    """Returns the dotted name of the setting probably meant by the unknown ``name``; None if none is similar."""
     group, _, leaf = name.rpartition(".")
     leaf = leaf.replace("-", "_").lower()
-    if named_so := [known for known in FIELDS if _leaf(known) == leaf]:  # right name, other group
+    if named_so := [known for known in FIELDS if _leaf(known) == leaf]:  # right name, wrong group
         return max(named_so, key=lambda known: SequenceMatcher(None, parent(known), group).ratio())
     if leaf in _ELSEWHERE:
         return _ELSEWHERE[leaf]
@@ -99,7 +99,7 @@ def nearest_setting(name: str) -> str | None:
 
 
 def nearest_group(name: str) -> str | None:
-    """The dotted name of a group that ``name``, which is none, was probably meant to be."""
+    """Returns the dotted name of the group probably meant by the unknown ``name``; None if none is similar."""
     siblings = {_leaf(known): known for known in GROUPS if parent(known) == parent(name)}
     for groups in (siblings, {_leaf(known): known for known in GROUPS}):
         if close := get_close_matches(_leaf(name), groups, 1):

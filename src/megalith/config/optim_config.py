@@ -1,4 +1,4 @@
-"""The optimizer, and how its rates change over the run."""
+"""The optimizer, and the schedules of its learning rate and weight decay."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -19,58 +19,58 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ParamGroupOverride(SettingsGroup):
-    """Other rates for the parameters whose names match a pattern; what is left out is as for all."""
+    """Different rates for the parameters whose names match a pattern; fields not given are as for all parameters."""
 
-    match: str = Field(min_length=1, description="pattern over parameter names, as of fnmatch", examples=["*embed*"])
+    match: str = Field(min_length=1, description="pattern over parameter names, as in fnmatch", examples=["*embed*"])
     max_lr: float | None = Field(default=None, ge=0, description="[learning rate] at the peak")
     min_lr: float | None = Field(default=None, ge=0, description="[learning rate] at the end")
     wd_mult: float | None = Field(default=None, ge=0, description="[factor] on the weight decay")
 
 
 class AdamWConfig(SettingsGroup):
-    """Of AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101), with name=adamw."""
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101), used with name=adamw."""
 
     dotted_name: ClassVar[str] = "optim.adamw"
 
     betas: tuple[_Decay, _Decay] = Field(
-        default=(0.9, 0.95), strict=False, description="[factor] decay of the two moments"
+        default=(0.9, 0.95), strict=False, description="[factor] decay rates of the two moments"
     )
-    eps: float = Field(default=1e-8, gt=0, description="[gradient] added to the root of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="[gradient] added to the square root of the second moment")
 
 
 class SGDConfig(SettingsGroup):
-    """Of stochastic gradient descent as torch.optim.SGD does it, with name=sgd."""
+    """Stochastic gradient descent as in torch.optim.SGD, used with name=sgd."""
 
     dotted_name: ClassVar[str] = "optim.sgd"
 
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="[factor] decay of the momentum; 0: none")
-    nesterov: bool = Field(default=False, description="the momentum is looked ahead by one step; needs momentum")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="[factor] decay rate of the momentum; 0: no momentum")
+    nesterov: bool = Field(default=False, description="use Nesterov momentum; needs momentum above 0")
 
 
 class WSDConfig(SettingsGroup):
-    """The decay that ends a WSD schedule (warm-up, stable, decay), with schedule=WSD."""
+    """The decay that ends a WSD schedule (warm-up, stable, decay), used with schedule=WSD."""
 
     dotted_name: ClassVar[str] = "optim.wsd"
 
     decay_steps: int = Field(
-        ge=1, le=LARGEST_COUNT, description="[steps] of the decay, the last of optim.decay_steps", examples=[1000]
+        ge=1, le=LARGEST_COUNT, description="[steps] of the decay, which ends at optim.decay_steps", examples=[1000]
     )
     decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
-        default="exponential", description="the shape of the decay"
+        default="exponential", description="shape of the decay"
     )
 
 
 class WeightDecayRampConfig(SettingsGroup):
-    """Weight decay that goes from weight_decay to another value over all steps; left out, it is constant."""
+    """Weight decay that changes from weight_decay to another value over all steps; null: it is constant."""
 
     dotted_name: ClassVar[str] = "optim.weight_decay_ramp"
 
-    schedule: Literal["linear", "cosine"] = Field(description="the shape of the ramp", examples=["linear"])
+    schedule: Literal["linear", "cosine"] = Field(description="shape of the ramp", examples=["linear"])
     end: float = Field(ge=0, description="[1/learning rate] weight decay at the last step", examples=[0.2])
 
 
 class OptimConfig(SettingsGroup):
-    """The optimizer. Schedules are those of ``optim.optimizer_param_scheduler``, counted in steps."""
+    """The optimizer. Schedules are those of ``optim.optimizer_param_scheduler`` and count steps."""
 
     dotted_name: ClassVar[str] = "optim"
 
@@ -80,7 +80,7 @@ class OptimConfig(SettingsGroup):
     weight_decay: float = Field(
         default=0.1,
         ge=0,
-        description="[1/learning rate] of matrices, not norms and biases; decoupled with adamw, L2 with sgd",
+        description="[1/learning rate] of matrices, not of norms and biases; decoupled with adamw, L2 with sgd",
     )
     weight_decay_ramp: WeightDecayRampConfig | None = Field(
         default=None, description="how weight decay changes over the run"
@@ -91,7 +91,7 @@ class OptimConfig(SettingsGroup):
     adamw: AdamWConfig | None = Field(default=None, description="settings of AdamW")
     sgd: SGDConfig | None = Field(default=None, description="settings of SGD")
     schedule: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = Field(
-        default="cosine", description="the learning rate after warm-up; WSD is warm-up, stable, decay"
+        default="cosine", description="learning rate schedule after warm-up; WSD: warm-up, stable, decay"
     )
     warmup_steps: int = Field(default=0, ge=0, le=LARGEST_COUNT, description="[steps] of linear warm-up from 0")
     decay_steps: int | None = Field(
@@ -99,5 +99,5 @@ class OptimConfig(SettingsGroup):
     )
     wsd: WSDConfig | None = Field(default=None, description="the decay of a WSD schedule")
     overrides: tuple[ParamGroupOverride, ...] = Field(
-        default=(), strict=False, description="other rates for some parameters"
+        default=(), strict=False, description="different rates for some parameters"
     )

@@ -29,7 +29,7 @@ def pipeline_settings_need_a_pipeline(run: Draft) -> Iterator[Violation]:
     """virtual, schedule and stage_layers need pipeline above 1."""
     if run[_PIPELINE] > 1:
         return
-    # the values of a run without a pipeline, which its config.yaml names too
+    # the values of a run without a pipeline, which its config.yaml also contains
     without = {_VIRTUAL: 1, _SCHEDULE: "1f1b", _LISTED: None}
     for name, value in without.items():
         if name in run.given and run.get(name) != value:
@@ -38,7 +38,7 @@ def pipeline_settings_need_a_pipeline(run: Draft) -> Iterator[Violation]:
 
 
 def schedule_fits_the_stages(run: Draft) -> Iterator[Violation]:
-    """schedule is one for virtual stages on each rank: interleaved takes 2 or more, zb_v takes 2, the others 1."""
+    """schedule matches the virtual stages per rank: interleaved takes 2 or more, zb_v takes 2, the others take 1."""
     virtual, schedule = run[_VIRTUAL], run[_SCHEDULE]
     fitting = _OF_ONE_STAGE if virtual == 1 else _OF_TWO_STAGES if virtual == 2 else ("interleaved",)
     if run[_PIPELINE] == 1 or schedule in fitting:
@@ -56,15 +56,15 @@ def split_backwards_split_every_product(run: Draft) -> Iterator[Violation]:
     for setting, what in ((_COMPILE, "a compiled layer"), (_FUSED_LOSS, "the fused loss")):
         if run[setting]:
             message = (
-                f"{setting}=true cannot go with {_SCHEDULE}={schedule}: {what} computes the gradients of its weights "
-                "together with those of its inputs"
+                f"{setting}=true cannot be combined with {_SCHEDULE}={schedule}: {what} computes the gradients of "
+                "its weights together with those of its inputs"
             )
             fixes = ({_SCHEDULE: None}, {_VIRTUAL: None, _SCHEDULE: None})
             yield Violation("split_backwards_split_every_product", _SCHEDULE, message, fixes)
 
 
 def stages_have_layers(run: Draft) -> Iterator[Violation]:
-    """There are at least as many layers, of all stacks, as stages: pipeline x virtual."""
+    """The model has at least as many layers, over all stacks, as stages: pipeline x virtual."""
     pipeline, virtual, layers = run[_PIPELINE], run[_VIRTUAL], _num_layers(run)
     if pipeline == 1 or pipeline * virtual <= layers:
         return
@@ -80,20 +80,20 @@ def stages_have_layers(run: Draft) -> Iterator[Violation]:
 
 
 def stage_layers_are_those_of_the_model(run: Draft) -> Iterator[Violation]:
-    """stage_layers has an entry for each stage, and their sum is num_layers, with those of a decoder."""
+    """stage_layers has one entry per stage, and they add up to num_layers, plus the layers of a decoder."""
     listed = run.get(_LISTED)
     pipeline, virtual, layers = run[_PIPELINE], run[_VIRTUAL], _num_layers(run)
     if listed is None or pipeline == 1 or (len(listed) == pipeline * virtual and sum(listed) == layers):
         return
     message = (
-        f"{_LISTED} ({', '.join(map(str, listed))}) must have {pipeline * virtual} entries, one a stage, that add up "
+        f"{_LISTED} ({', '.join(map(str, listed))}) must have {pipeline * virtual} entries, one per stage, that add up "
         f"to {_layers_in_words(run)} ({layers})"
     )
     yield Violation("stage_layers_are_those_of_the_model", _LISTED, message, ({_LISTED: None},))
 
 
 def interleaved_micro_batches_fill_the_pipeline(run: Draft) -> Iterator[Violation]:
-    """With schedule=interleaved the micro-batches of a rank in a step are a multiple of pipeline."""
+    """With schedule=interleaved, the number of micro-batches per rank and step is a multiple of pipeline."""
     pipeline, micro = run[_PIPELINE], run[_MICRO]
     if pipeline == 1 or run[_SCHEDULE] != "interleaved":
         return
@@ -107,8 +107,8 @@ def interleaved_micro_batches_fill_the_pipeline(run: Draft) -> Iterator[Violatio
     if not wrong:
         return
     message = (
-        f"with {_SCHEDULE}=interleaved the micro-batches of a step ({wrong[0]}) must be a multiple of {_PIPELINE} "
-        f"({pipeline})"
+        f"with {_SCHEDULE}=interleaved, the number of micro-batches per step ({wrong[0]}) must be a multiple of "
+        f"{_PIPELINE} ({pipeline})"
     )
     larger = () if batches else ({_BATCH: round_up(sizes[0], unit * pipeline)},)
     not_interleaved = {_VIRTUAL: None, _SCHEDULE: None, _LISTED: None}
@@ -116,7 +116,7 @@ def interleaved_micro_batches_fill_the_pipeline(run: Draft) -> Iterator[Violatio
 
 
 def _num_layers(run: Draft) -> int:
-    """Those of all stacks of the model."""
+    """Returns the number of layers over all stacks of the model."""
     layers: int = run[_LAYERS] + (run.get(_DECODER) or 0)
     return layers
 

@@ -10,17 +10,17 @@ __all__ = ["known_preset", "preset_names", "read_preset", "read_recipe", "recipe
 
 
 def read_recipe(name: str) -> Any:
-    """The settings tree of the recipe ``name``, one of ``recipe_names()``."""
+    """Returns the settings tree of the recipe ``name``, one of ``recipe_names()``."""
     return read_yaml(recipe_text(name), f"recipe {name}")
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The fields of ``model`` that the preset ``name``, one of ``preset_names()``, stands for."""
+    """Returns the fields of ``model`` that the preset ``name``, one of ``preset_names()``, stands for."""
     return dict(_preset(name))
 
 
 def known_preset(name: str) -> str:
-    """``name``; raises ValueError if there is no such preset."""
+    """Returns ``name``; raises ValueError if there is no such preset."""
     if name not in preset_names():
         raise ValueError(f"must be one of {', '.join(preset_names())}")
     return name

@@ -1,4 +1,4 @@
-"""Positions as a bias of attention scores, learned by distance."""
+"""Relative positions as a bias on attention scores, learned by distance."""
 
 from typing import ClassVar
 
@@ -10,13 +10,13 @@ __all__ = ["RelativePositionConfig"]
 
 
 class RelativePositionConfig(SettingsGroup):
-    """The bias of T5 (arXiv:1910.10683, section 2.1): one number for each head and bucket of distances."""
+    """The bias of T5 (arXiv:1910.10683, section 2.1): one learned number per head and bucket of distances."""
 
     dotted_name: ClassVar[str] = "model.relative_position"
 
     num_buckets: int = Field(
-        default=32, ge=4, le=LARGEST_SIZE, description="[buckets] of distances; an encoder uses half in each direction"
+        default=32, ge=4, le=LARGEST_SIZE, description="[buckets] of distances; an encoder uses half for each direction"
     )
     max_distance: int = Field(
-        default=128, ge=2, le=LARGEST_SIZE, description="[tokens] from which on all distances share the last bucket"
+        default=128, ge=2, le=LARGEST_SIZE, description="[tokens] distance from which on all share the last bucket"
     )

@@ -1,4 +1,4 @@
-"""Which settings have an effect only beside another one. Setting such a field where it has none is an error."""
+"""Settings that have an effect only with another setting. Setting one where it has no effect is an error."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["CONDITIONS", "Condition", "failed_condition", "has_effect", "no_sett
 
 @dataclass(frozen=True)
 class Condition:
-    """A field has an effect only while ``setting`` is one of ``values``; no ``values`` means: while it is set."""
+    """A field has an effect only if ``setting`` is one of ``values``; without ``values``, if it is set at all."""
 
     setting: str
     values: tuple[Any, ...] = ()
@@ -34,7 +34,7 @@ _LLAMA3 = ("low_freq_factor", "high_freq_factor")
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 _SCHEDULES_THAT_END = ("linear", "cosine", "WSD")
 
-# a field, or a nested group with all of its fields; each beside the field that it needs
+# a field, or a nested group with all of its fields -> the condition for it to have an effect
 CONDITIONS: Mapping[str, Condition] = MappingProxyType(
     {
         "model.glu": Condition("model.activation", tuple(GATES)),
@@ -71,12 +71,12 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
 
 
 def has_effect(name: str, value_of: Callable[[str], Any]) -> bool:
-    """Whether the setting or group ``name`` does anything, where ``value_of`` gives the value of any setting."""
+    """Whether the setting or group ``name`` has an effect; ``value_of`` returns the value of any setting."""
     return failed_condition(name, value_of) is None
 
 
 def failed_condition(name: str, value_of: Callable[[str], Any]) -> Condition | None:
-    """The condition, of ``name`` or of a group that it is in, without which it has no effect; None if all hold."""
+    """Returns the first failed condition of ``name`` or of a group that contains it; None if all hold."""
     while name:
         condition = CONDITIONS.get(name)
         if condition is not None and not condition.holds(value_of(condition.setting)):
@@ -86,7 +86,7 @@ def failed_condition(name: str, value_of: Callable[[str], Any]) -> Condition | N
 
 
 def no_setting_is_without_effect(run: Draft) -> Iterator[Violation]:
-    """A field or group that needs another field (rope its embedding type, wsd its schedule) is set beside it only."""
+    """A field or group that depends on another field (wsd on schedule=WSD, for example) is set only with it."""
     for name in sorted(run.given):
         if (condition := failed_condition(name, run.get)) is None:
             continue

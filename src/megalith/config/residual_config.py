@@ -1,4 +1,4 @@
-"""The residual stream: where it is normalised, how, and how precisely it is kept."""
+"""The residual stream: where and how it is normalized, and in which precision it is kept."""
 
 from typing import ClassVar, Literal
 
@@ -16,14 +16,14 @@ class ResidualConfig(SettingsGroup):
 
     norm_placement: Literal["pre", "post", "sandwich"] = Field(
         default="pre",
-        description="norms before attention and MLP; after each residual sum (the original transformer), with none at "
-        "the end of the model; or before and after attention and MLP (Gemma 2)",
+        description="norms before attention and MLP; after each residual sum (the original transformer), without one "
+        "at the end of the model; or before and after attention and MLP (Gemma 2)",
     )
     zero_centered_norm: bool = Field(
-        default=False, description="gains of norms are 1 + weight, and weights start at 0 (Gemma, Nemotron)"
+        default=False, description="norms scale by 1 + weight, with weights initialized to 0 (Gemma, Nemotron)"
     )
     fp32: bool = Field(
-        default=False, description="the sums are kept in float32 between layers, whatever precision.dtype is"
+        default=False, description="keep the residual stream in float32 between layers, regardless of precision.dtype"
     )
     embedding_dropout: float | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""Every rule across fields. A rule is a function of the draft, and the first line of its docstring is its text."""
+"""All rules between fields. A rule is a function of the draft; docs/settings.md shows its docstring's first line."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -119,7 +119,7 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     stacks_of_t5_are_plain,
 )
 
-# for a model's settings on their own
+# for the settings of a model without a run
 MODEL_RULES: tuple[Rule, ...] = (*_SHAPE_RULES, positions_are_given, no_setting_is_without_effect)
 
 RUN_RULES: tuple[Rule, ...] = (
@@ -178,10 +178,10 @@ RUN_RULES: tuple[Rule, ...] = (
 
 
 def broken(draft: Draft, rules: Sequence[Rule] = RUN_RULES) -> list[Violation]:
-    """What ``draft`` violates of ``rules``; a rule that asks for an unknown setting says no more."""
+    """Returns the violations of ``rules`` in ``draft``; a rule ends at the first setting that is unknown."""
     found: list[Violation] = []
     for rule in rules:
         with suppress(Unknown):
-            for violation in rule(draft):  # not extend(): what came before the unknown setting stands
+            for violation in rule(draft):  # not extend(): keep what was found before the unknown setting
                 found.append(violation)
     return found

@@ -46,11 +46,11 @@ __all__ = [
 
 def _plain_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise ValueError("must be a name of letters, digits, _ and -")
+        raise ValueError("must be a name made of letters, digits, _ and -")
     return name
 
 
-# what data.valid may be, by which pydantic's errors are about the kind that was meant
+# the forms that data.valid may take; the tag makes pydantic report errors about the form that was given
 VALID_KINDS = ("prefix", "named prefixes")
 _NamedPrefixes = Annotated[Mapping[Annotated[str, AfterValidator(_plain_name)], FilePath], Field(min_length=1)]
 _ValidSets = Annotated[
@@ -59,45 +59,49 @@ _ValidSets = Annotated[
 ]
 
 
-# names of Megatron's --recompute-modules, where it has one
+# the names of Megatron's --recompute-modules, where it has one
 Recomputable = Literal[
     "core_attn", "self_attn", "cross_attn", "layernorm", "mlp", "mlp_act", "moe", "moe_act", "shared_experts"
 ]
 
 
 class DataConfig(SettingsGroup):
-    """What is read. Datasets are pairs of files PREFIX.bin and PREFIX.idx."""
+    """The datasets and how samples are made from them. A dataset is a pair of files, PREFIX.bin and PREFIX.idx."""
 
     dotted_name: ClassVar[str] = "data"
 
     train: FilePath | None = Field(default=None, description="prefix of the dataset to train on")
     valid: _ValidSets | None = Field(
-        default=None, description="prefix of the dataset to evaluate on, or several of them by name: {web: PREFIX, ...}"
+        default=None, description="prefix of the dataset to evaluate on, or several by name: {web: PREFIX, ...}"
     )
     tokenizer: FilePath | None = Field(
-        default=None, description="path of a tokenizer.json; null: the one that the dataset names"
+        default=None, description="path to a tokenizer.json; null: the one that the dataset names"
     )
     seq_length: int = Field(ge=1, le=LARGEST_SIZE, description="[tokens] in a sample", examples=[1024])
-    reset_attention_mask: bool = Field(default=False, description="documents in one sample do not attend to each other")
-    reset_position_ids: bool = Field(default=False, description="positions start again at 0 with every document")
-    eod_mask_loss: bool = Field(default=False, description="no loss where the input token ends a document")
-    fill_in_the_middle: FillInTheMiddleConfig | None = Field(
-        default=None, description="which documents a GPT reads in another order, so that it learns to fill gaps"
+    reset_attention_mask: bool = Field(
+        default=False, description="documents within a sample do not attend to each other"
     )
-    masking: MaskingConfig | None = Field(default=None, description="which tokens a BERT or a T5 is to fill in")
+    reset_position_ids: bool = Field(default=False, description="position ids restart at 0 in every document")
+    eod_mask_loss: bool = Field(default=False, description="mask the loss where the input token ends a document")
+    fill_in_the_middle: FillInTheMiddleConfig | None = Field(
+        default=None, description="fill-in-the-middle training of a GPT: some documents are reordered"
+    )
+    masking: MaskingConfig | None = Field(
+        default=None, description="which tokens are masked for a BERT or a T5 to predict"
+    )
     decoder_seq_length: int | None = Field(
         default=None,
         ge=1,
         le=LARGEST_SIZE,
-        description="[tokens] of a T5's decoder in a sample; null: as many as any sample needs, a multiple of 16",
+        description="[tokens] of a T5's decoder in a sample; null: enough for any sample, as a multiple of 16",
     )
 
     def __hash__(self) -> int:
-        return hash(self.model_dump_json())  # a mapping has none
+        return hash(self.model_dump_json())  # a mapping is not hashable
 
     @property
     def valid_sets(self) -> Mapping[str, str]:
-        """Prefix by name, in the order given; a single prefix has the name ""."""
+        """The prefixes by name, in the order given; a single prefix has the name ""."""
         if self.valid is None:
             return MappingProxyType({})
         return MappingProxyType({"": self.valid} if isinstance(self.valid, str) else dict(self.valid))
@@ -117,7 +121,7 @@ def _last_batch_size(train: Mapping[str, Any]) -> int | None:
 
 
 class EvaluationConfig(SettingsGroup):
-    """The loss on data.valid while the run goes on, and how much of it is read."""
+    """Evaluation on data.valid during training: how often, and on how many samples."""
 
     dotted_name: ClassVar[str] = "train.evaluation"
 
@@ -128,91 +132,95 @@ class EvaluationConfig(SettingsGroup):
 
 
 class GenerationConfig(SettingsGroup):
-    """Text that the model adds to prompts while the run goes on."""
+    """Sample text generated from prompts during training."""
 
     dotted_name: ClassVar[str] = "train.generation"
 
-    every: int = Field(ge=1, le=LARGEST_COUNT, description="[steps] between samples of text", examples=[500])
+    every: int = Field(ge=1, le=LARGEST_COUNT, description="[steps] between text samples", examples=[500])
     prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        min_length=1, strict=False, description="what to go on from, each on its own", examples=[["Once upon a time"]]
+        min_length=1, strict=False, description="texts to continue, each independently", examples=[["Once upon a time"]]
     )
     max_new_tokens: int = Field(
-        default=64, ge=1, le=LARGEST_SIZE, description="[tokens] added to a prompt, at most; each is a forward pass"
+        default=64,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="[tokens] generated per prompt at most; each takes a forward pass",
     )
     temperature: float = Field(
-        default=0.8, ge=0, description="[factor] that divides the logits; 0: the likeliest token"
+        default=0.8, ge=0, description="[factor] by which the logits are divided; 0: the most likely token"
     )
 
 
 class TrainConfig(SettingsGroup):
-    """How long, in which batches, and what happens on the way."""
+    """The training loop: its length, batch sizes, recomputation, evaluation and logging."""
 
     dotted_name: ClassVar[str] = "train"
 
-    # first, so that global_batch_size waits for no other field
+    # first, because the default of global_batch_size depends on it
     batch_size_schedule: Annotated[str, AfterValidator(_readable)] | None = Field(
-        default=None, description='batch sizes by threshold, as "0:16 10K:32 1M:64", in place of global_batch_size'
+        default=None, description='batch sizes by threshold, such as "0:16 10K:32 1M:64", in place of global_batch_size'
     )
     batch_size_schedule_unit: Literal["samples", "tokens"] = Field(
         default="samples", description="what the thresholds of batch_size_schedule count"
     )
     global_batch_size: int = Field(
         default_factory=Follows(_last_batch_size),
-        validate_default=True,  # None is refused: without a schedule this field is required
+        validate_default=True,  # rejects None: without a schedule this field is required
         ge=1,
         le=LARGEST_SIZE,
-        description="[samples] in a step, over all ranks; required without batch_size_schedule",
+        description="[samples] per step over all ranks; required without batch_size_schedule",
         examples=[32],
     )
     steps: int = Field(ge=1, le=LARGEST_COUNT, description="[steps] of the optimizer in the whole run", examples=[1000])
     micro_batch_size: int = Field(
-        ge=1, le=LARGEST_SIZE, description="[samples] in one forward pass of one rank", examples=[4]
+        ge=1, le=LARGEST_SIZE, description="[samples] per forward pass on each rank", examples=[4]
     )
-    seed: int = Field(default=1234, ge=0, lt=2**63, description="of weights, data order and dropout")
+    seed: int = Field(default=1234, ge=0, lt=2**63, description="seed of the weights, data order and dropout")
     deterministic: bool = Field(
-        default=False, description="the same run twice gives the same bits, at some cost in speed"
+        default=False, description="repeating the run gives bitwise identical results, at some cost in speed"
     )
     poison_buffers: bool = Field(
         default=False,
-        description="a debug mode, deterministic too: memory that nothing was written to yet, or whose message was not "
-        "waited for, reads as NaN",
+        description="debug mode, which is also deterministic: memory that has not been written yet, or whose "
+        "communication has not been waited for, reads as NaN",
     )
     nonfinite: Literal["raise", "skip"] = Field(
-        default="raise", description="a step whose gradients are NaN or infinite"
+        default="raise",
+        description="what to do with a step whose gradients are NaN or infinite: raise an error, or skip it",
     )
     recompute: Literal["none", "full", "selective"] = Field(
         default="none",
-        description="activations computed again in backward: none, of whole layers, or those of recompute_modules",
+        description="activations recomputed in backward: none, those of whole layers, or those of recompute_modules",
     )
     recompute_modules: tuple[Recomputable, ...] = Field(
         default=("core_attn",),
         min_length=1,
         strict=False,
-        description="what selective recomputation computes again in every layer: attention between its projections, or "
-        "with them, cross attention with them, norms, the MLP, or its activation alone, the mixture of experts, its "
-        "activation, or shared experts",
+        description="what selective recomputation recomputes in every layer: core_attn is attention without its "
+        "projections, self_attn and cross_attn include them, layernorm is the norms, mlp_act and moe_act are the "
+        "activation alone",
     )
     fused_linear_cross_entropy: bool = Field(
         default=False,
-        description="the loss together with the output projection, for 4096 tokens at a time: their logits are not "
-        "kept, and are computed again in backward",
+        description="fuse the loss with the output projection, 4096 tokens at a time: logits are not kept but "
+        "recomputed in backward",
     )
-    compile: bool = Field(default=False, description="torch.compile of the layers; experimental, by the name compile")
+    compile: bool = Field(default=False, description="torch.compile the layers (experimental: compile)")
     compile_fusions: bool | None = Field(
         default=None,
-        description="torch.compile of the fused operations, on a CPU: some 25 seconds once a machine; by default where "
-        "the run is long enough to repay them, and as it has begun",
+        description="torch.compile the fused operations on a CPU, which takes about 25 seconds once per machine; null: "
+        "if the run is long enough to pay for it; a resumed run keeps its choice",
     )
     evaluation: EvaluationConfig | None = Field(
-        default=None, description="the loss on data.valid on the way; left out, it is taken at the end only"
+        default=None, description="evaluation on data.valid during training; null: only at the end"
     )
-    generation: GenerationConfig | None = Field(default=None, description="text that the model writes on the way")
-    log_every: int = Field(default=10, ge=1, le=LARGEST_COUNT, description="[steps] between lines of the log")
+    generation: GenerationConfig | None = Field(default=None, description="sample text generated during training")
+    log_every: int = Field(default=10, ge=1, le=LARGEST_COUNT, description="[steps] between log lines")
     time_limit: float | None = Field(default=None, gt=0, description="[minutes] after which the run saves and stops")
 
 
 class LossScaleConfig(SettingsGroup):
-    """The dynamic loss scale (Micikevicius et al. 2017, arXiv:1710.03740), with dtype=float16."""
+    """Dynamic loss scaling (Micikevicius et al. 2017, arXiv:1710.03740), used with dtype=float16."""
 
     dotted_name: ClassVar[str] = "precision.loss_scale"
 
@@ -221,59 +229,61 @@ class LossScaleConfig(SettingsGroup):
         default=1000, ge=1, le=LARGEST_COUNT, description="[steps] without overflow before the scale doubles"
     )
     hysteresis: int = Field(default=2, ge=1, le=LARGEST_COUNT, description="[overflows] before the scale halves")
-    minimum: float = Field(default=1.0, gt=0, description="[factor] below which the scale does not fall")
+    minimum: float = Field(default=1.0, gt=0, description="[factor] lower bound of the scale")
 
 
 class PrecisionConfig(SettingsGroup):
-    """The dtype of the computation, and what it needs."""
+    """The dtype of the computation and its loss scale."""
 
     dotted_name: ClassVar[str] = "precision"
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
-        default="float32", description="of the computation"
+        default="float32", description="dtype of the computation"
     )
-    loss_scale: LossScaleConfig | None = Field(default=None, description="the factor on the loss of float16")
+    loss_scale: LossScaleConfig | None = Field(default=None, description="dynamic loss scaling for float16")
 
 
 class CheckpointConfig(SettingsGroup):
-    """When the run saves itself; it always does at its end."""
+    """When checkpoints are saved; the run always saves one at its end."""
 
     dotted_name: ClassVar[str] = "checkpoint"
 
     every: int | None = Field(
         default=None, ge=1, le=LARGEST_COUNT, description="[steps] between checkpoints; null: only at the end"
     )
-    keep: int = Field(default=2, ge=1, le=LARGEST_COUNT, description="[checkpoints] kept, the newest")
-    keep_best: bool = Field(default=False, description="keep the one with the lowest held-out loss too, however old")
+    keep: int = Field(default=2, ge=1, le=LARGEST_COUNT, description="[checkpoints] to keep: the newest ones")
+    keep_best: bool = Field(
+        default=False, description="also keep the checkpoint with the lowest held-out loss, however old"
+    )
 
 
 class RunConfig(SettingsGroup):
-    """All settings of one run, as ``load_run`` gives them.
+    """All settings of one run, as ``load_run`` returns them.
 
-    Built directly it keeps the same rules and raises pydantic.ValidationError (a ValueError), which suggests nothing.
+    Constructed directly, it checks the same rules; pydantic.ValidationError (a ValueError) then has no suggestions.
     """
 
     model: TransformerConfig = Field(description="the model")
-    data: DataConfig = Field(description="what is read")
-    train: TrainConfig = Field(description="how long and in which batches")
+    data: DataConfig = Field(description="the datasets")
+    train: TrainConfig = Field(description="the training loop")
     optim: OptimConfig = Field(description="the optimizer")
     parallel: ModelParallelConfig = Field(default_factory=ModelParallelConfig, description="the layout")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="the dtype")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="when the run saves itself")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="when checkpoints are saved")
     load: FilePath | None = Field(
         default=None, description="checkpoint or Hugging Face folder whose weights the run starts from"
     )
     resume: Literal["auto", "never"] = Field(
-        default="auto", description="go on from the newest checkpoint in the run's folder"
+        default="auto", description="auto: resume from the newest checkpoint in the run's folder, if there is one"
     )
     run: FilePath = Field(default="runs/default", description="folder of the run")
     tracking: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = Field(
         default=None,
         strict=False,
-        description="dashboards that get the numbers too, in files of the run's folder; null: tensorboard if installed",
+        description="trackers that also get the metrics, as files in the run's folder; null: tensorboard if installed",
     )
     experimental: tuple[str, ...] = Field(
-        default=(), strict=False, description="names of experimental features switched on"
+        default=(), strict=False, description="names of the experimental features to enable"
     )
 
     @classmethod
@@ -291,12 +301,12 @@ class RunConfig(SettingsGroup):
 
 
 def valid_setting(set_name: str) -> str:
-    """Where the prefix of a validation set is given: data.valid, or data.valid.web of the set ``web``."""
+    """Returns the setting that holds a validation set's prefix: data.valid, or data.valid.web for the set ``web``."""
     return f"data.valid.{set_name}" if set_name else "data.valid"
 
 
 def batch_size_stages(train: TrainConfig, seq_length: int) -> tuple[BatchSizeStage, ...]:
-    """The global batch size over the run, from its first sample; a single stage without a schedule."""
+    """Returns the stages of the global batch size, from the first sample on; a single stage without a schedule."""
     if train.batch_size_schedule is None:
         return (BatchSizeStage(0, train.global_batch_size),)
     in_tokens = train.batch_size_schedule_unit == "tokens"
@@ -304,10 +314,10 @@ def batch_size_stages(train: TrainConfig, seq_length: int) -> tuple[BatchSizeSta
 
 
 def _follow_(tree: dict[str, Any], name: str, other_name: str) -> None:
-    """Sets the field ``name``, if it is left out and has an effect, to a field of another group."""
+    """Sets the field ``name``, if it is not given and has an effect, to the value of a field of another group."""
     fields, followed = look_up(tree, parent(name)), look_up(tree, other_name)
     if not isinstance(fields, Mapping) or look_up(tree, name) is not None:
         return
-    sound = type(followed) is int and followed > 0  # or else it is reported in its own place
+    sound = type(followed) is int and followed > 0  # otherwise it is reported separately
     if sound and has_effect(name, value_in(group_at(RunConfig, parent(name)), fields)):
         put_(tree, name, followed)

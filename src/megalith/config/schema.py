@@ -1,4 +1,4 @@
-"""The JSON Schema of a run's YAML file, by which editors complete and check it."""
+"""The JSON Schema of a run's YAML file, which editors use for completion and checks."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ __all__ = ["json_schema"]
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a run's YAML file; every field that may be left out may be null too."""
+    """Returns the JSON Schema (2020-12) of a run's YAML file; every field that may be left out may also be null."""
     schema = RunConfig.model_json_schema(mode="validation")
     for part in (schema, *schema["$defs"].values()):
         for name, field in part["properties"].items():
@@ -17,5 +17,5 @@ def json_schema() -> dict[str, Any]:
                 described = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
                 part["properties"][name] = {"anyOf": [field, {"type": "null"}], **described}
     shape = schema["$defs"]["TransformerConfig"]
-    shape["required"] = []  # model.preset may give it
+    shape["required"] = []  # model.preset may provide it
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

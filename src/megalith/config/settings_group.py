@@ -1,8 +1,8 @@
-"""The base of every group of settings: frozen, closed to unknown names, and nested where a part is optional.
+"""The base class of all groups of settings: frozen, closed to unknown names, with nested groups.
 
 A nested group is declared as ``rope: RopeConfig | None = Field(default=None)``. If it has a condition in
-``config.relevance``, it is there, with its defaults, exactly while the condition holds; otherwise it is there if
-somebody sets one of its fields.
+``config.relevance``, it is present, with its defaults, exactly when the condition holds; otherwise it is present if
+one of its fields is set.
 """
 
 import types
@@ -28,8 +28,8 @@ __all__ = [
     "value_in",
 ]
 
-# The context of a validation of a whole run that asks for wrong fields and for no broken rules: who tries hundreds of
-# settings holds the rules by itself, once.
+# The validation context that checks the fields of a run but not the rules: code that tries hundreds of settings checks
+# the rules itself, once.
 FIELDS_ALONE: Mapping[str, bool] = MappingProxyType({"fields alone": True})
 
 # A bound on every whole number keeps rules fast (they look for divisors) and products within what tensors can index.
@@ -39,16 +39,16 @@ LARGEST_COUNT = 2**63 - 1  # of steps or samples
 
 def _without_nul(path: str) -> str:
     if "\0" in path:
-        raise ValueError("must have no NUL character, which no path has")
+        raise ValueError("must not contain a NUL character, which no path can have")
     return path
 
 
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
-"""The path or URL of a file or folder; whether it is there, preflight says."""
+"""The path or URL of a file or folder; preflight checks whether it exists."""
 
 
 class Follows:
-    """A default factory: ``work_out`` gives the default from the fields before it, and KeyError if one is missing."""
+    """A default factory: ``work_out`` computes the default from the preceding fields; KeyError if one is missing."""
 
     def __init__(self, work_out: Callable[[Mapping[str, Any]], Any]) -> None:
         self.work_out = work_out
@@ -57,11 +57,11 @@ class Follows:
         try:
             return self.work_out(fields)
         except KeyError:
-            return 1  # pydantic before 2.13 asks although a field is malformed; the group is refused in any case
+            return 1  # pydantic before 2.13 calls this even if a field is malformed; the group is rejected anyway
 
 
 class SettingsGroup(BaseModel):
-    """A frozen record of settings. ``null`` for any field means that it is not set, and so does a group of nulls."""
+    """A frozen group of settings. ``null`` means that a field is not set; a group of nulls is not set either."""
 
     # strict: "8" is not 8, and true is not 1
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -86,12 +86,12 @@ class SettingsGroup(BaseModel):
 
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """``given`` with what its fields stand for; groups that fill in fields of their own override this."""
+        """Returns ``given`` with the fields that it implies; groups that have such fields override this."""
         return given
 
     @classmethod
     def complete(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """``fields`` without nulls, every nested group as a dict and there if its condition holds."""
+        """Returns ``fields`` without nulls, with every nested group as a dict, and present if its condition holds."""
         complete = cls.filled_in(plain_fields(cls, fields))
         for name, group in cls.nested_groups.items():
             condition = CONDITIONS.get(cls.name_of(name))
@@ -105,12 +105,12 @@ class SettingsGroup(BaseModel):
     @classmethod
     def _complete(cls, fields: Any, info: ValidationInfo) -> Any:
         if info.context is FIELDS_ALONE and cls.dotted_name:
-            return fields  # the run that it is a group of has completed it
+            return fields  # the run that contains the group has completed it
         return cls.complete(fields) if isinstance(fields, Mapping) else fields
 
 
 def plain_fields(settings: type[SettingsGroup], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What is set in ``fields``: nested groups as dicts, without nulls and without optional groups that are empty."""
+    """Returns the ``fields`` that are set, with nested groups as dicts, without nulls or empty optional groups."""
     plain: dict[str, Any] = {}
     for name, value in fields.items():
         if (group := settings.nested_groups.get(name)) is not None:
@@ -123,7 +123,7 @@ def plain_fields(settings: type[SettingsGroup], fields: Mapping[str, Any]) -> di
 
 
 def given_fields(group: SettingsGroup) -> dict[str, Any]:
-    """The fields that ``group`` was made from."""
+    """Returns the fields that were given when ``group`` was constructed."""
     return {name: getattr(group, name) for name in group.model_fields_set}
 
 
@@ -135,7 +135,7 @@ def group_at(settings: type[SettingsGroup], name: str) -> type[SettingsGroup]:
 
 
 def value_in(settings: type[SettingsGroup], fields: Mapping[str, Any]) -> Callable[[str], Any]:
-    """The values of one group's settings by dotted name: those of ``fields``, or else the defaults."""
+    """Returns a function that looks up one group's settings by dotted name, in ``fields`` or else the defaults."""
 
     def value_of(name: str) -> Any:
         field = name.removeprefix(f"{settings.dotted_name}.")
@@ -145,14 +145,14 @@ def value_in(settings: type[SettingsGroup], fields: Mapping[str, Any]) -> Callab
 
 
 def draft_of_group(group: SettingsGroup) -> Draft:
-    """A group that has been built, for the rules."""
+    """Returns an already constructed group as a draft for the rules."""
     found = list(_settings_of(group))
     values = {name: value for name, value, _ in found}
     return Draft(values, frozenset(name for name, _, was_given in found if was_given))
 
 
 def _settings_of(group: SettingsGroup) -> Iterator[tuple[str, Any, bool]]:
-    """Dotted name and value of every setting, also of nested groups that are there, and whether it was given."""
+    """Yields the dotted name and value of every setting, including nested groups, and whether it was given."""
     for name, value in group:
         if isinstance(value, SettingsGroup):
             yield from _settings_of(value)
@@ -161,6 +161,6 @@ def _settings_of(group: SettingsGroup) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _group_of(annotation: Any) -> type[SettingsGroup] | None:
-    """The group that a field holds, also where it may be None."""
+    """Returns the group that a field holds, also if the field may be None; None if it holds no group."""
     kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, SettingsGroup)), None)

@@ -1,4 +1,4 @@
-"""The tree of settings as a table of dotted names, and a raw tree as a draft for the rules."""
+"""The tree of settings as a table of dotted names, and the conversion of a raw tree to a draft for the rules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -37,7 +37,7 @@ FIELDS: Mapping[str, FieldInfo] = MappingProxyType(dict(_fields(RunConfig)))
 
 
 def plain_tree(source: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``source`` with every group a dict, names text and today's; group objects give what was set of them."""
+    """Returns a copy of ``source`` with groups as dicts of the fields that are set, and current names as strings."""
     tree = _plain(source, RunConfig)
     rename_(tree)
     return tree
@@ -56,7 +56,7 @@ def _plain(source: Mapping[str, Any], settings: type[SettingsGroup]) -> dict[str
 
 
 def applied(tree: Mapping[str, Any], fix: Fix) -> dict[str, Any]:
-    """A copy of a plain tree with ``fix`` applied; a value of None takes a setting or group out."""
+    """Returns a copy of a plain tree with ``fix`` applied; a value of None removes a setting or group."""
     changed = _copied(tree)
     for name, value in fix.items():
         if value is None:
@@ -71,7 +71,7 @@ def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def values_of(tree: Mapping[str, Any]) -> Callable[[str], Any]:
-    """The value of any setting by dotted name, in a plain tree: what is set, or else the default."""
+    """Returns a function that looks up settings of a plain tree by dotted name: the value set, or else the default."""
     complete = RunConfig.complete(tree)
 
     def value_of(name: str) -> Any:
@@ -82,7 +82,7 @@ def values_of(tree: Mapping[str, Any]) -> Callable[[str], Any]:
 
 
 def draft_of(tree: Mapping[str, Any], malformed: set[str], world_size: int | None) -> Draft:
-    """The draft of a plain tree: what is set and not ``malformed``, the preset's fields, and all defaults."""
+    """Returns the draft of a plain tree: settings that are set and not ``malformed``, the preset's, and defaults."""
     values: dict[str, Any] = {}
     given: set[str] = set()
 
@@ -107,7 +107,7 @@ def draft_of(tree: Mapping[str, Any], malformed: set[str], world_size: int | Non
 
 
 def _default_beside(field: FieldInfo, known: dict[str, Any]) -> Any:
-    """The default of ``field`` beside the fields ``known`` so far; None if it has none, or follows an unknown one."""
+    """Returns the default of ``field`` given the fields ``known``; None if it has none, or needs an unknown field."""
     if isinstance(field.default_factory, Follows):
         try:
             return field.default_factory.work_out(known)

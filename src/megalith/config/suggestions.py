@@ -1,4 +1,4 @@
-"""All that is wrong with a run's settings, and for each violation a way out that has been tried and found valid."""
+"""All errors in a run's settings, each with a suggested fix that has been tried and found valid."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from megalith.config.yaml_text import write_override
 
 __all__ = ["Advice", "advise", "violations"]
 
-_MOST_ADVISED = 40  # every fix is tried on all settings, so that the time grows with the square of what is wrong
-_LONGEST_FIX = 400  # characters; a longer one nobody types
+_MOST_ADVISED = 40  # each fix is tried on all settings, so the time grows quadratically with the errors
+_LONGEST_FIX = 400  # characters; nobody types a longer one
 _TRIES = 400  # single fixes tried for one violation; a try takes about 1 ms
-_STARTS = 5  # of those that lead to other violations, how many are followed
-_FURTHER = 4  # and by how many more fixes
+_STARTS = 5  # how many fixes that lead to other violations are followed
+_FURTHER = 4  # and how many more fixes are added to each
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A violation in words, and settings that mend it and break nothing else. None: no small change does."""
+    """The message of a violation, and settings that fix it and break nothing else; None if no small change does."""
 
     message: str
     fix: Fix | None
@@ -35,17 +35,17 @@ class Advice:
 
 
 def violations(tree: Mapping[str, Any], world_size: int | None = None) -> list[str]:
-    """One line for each violation in a tree of settings, with a valid suggestion; none if ``load_run`` would take it.
+    """Returns a line for each violation in a tree of settings, with a valid suggestion; none if the tree is valid.
 
     Args:
         tree: groups of settings by name, as read from YAML.
-        world_size: ranks of the run; without it, rules that depend on it are not held.
+        world_size: ranks of the run; without it, rules that depend on it are not checked.
     """
     return [str(advice) for advice in advise(tree, world_size)]
 
 
 def advise(tree: Mapping[str, Any], world_size: int | None = None) -> list[Advice]:
-    """``violations`` with each suggestion as settings to change."""
+    """Like ``violations``, with each suggestion as a mapping of settings to change."""
     tree = plain_tree(tree)
     found = _examine(tree, world_size)
     if len(found) > _MOST_ADVISED:
@@ -62,9 +62,9 @@ def _examine(tree: Mapping[str, Any], world_size: int | None) -> list[Violation]
 def _way_out(
     tree: Mapping[str, Any], world_size: int | None, violation: Violation, standing: Collection[tuple[str, str]]
 ) -> Fix | None:
-    """The first fix after which ``violation`` is gone and nothing is wrong that was not; None if none is found.
+    """Returns the first fix that removes ``violation`` and causes no new one; None if none is found.
 
-    A fix may need others after it (half the ranks to share a batch, then another batch); those are looked for last.
+    A fix may need others after it (half the ranks to share a batch, then another batch size); those are tried last.
     """
 
     def left_after(fix: Fix) -> list[Violation]:
@@ -96,7 +96,7 @@ def _num_left(outcome: tuple[list[Violation], Fix]) -> int:
 
 
 def _spelled(fix: Fix) -> str:
-    """``fix`` in words that can be typed; what is no setting can only be removed."""
+    """Returns ``fix`` as text that can be typed; what is not a setting can only be removed."""
     changes = [write_override(name, value) for name, value in fix.items() if name in FIELDS]
     removed = [name for name in fix if name not in FIELDS]
     parts = [f"use {', '.join(changes)}"] if changes else []

@@ -1,4 +1,4 @@
-"""What makes a model a T5: a second stack, which reads the first."""
+"""T5: an encoder, and a decoder with cross-attention to it."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ __all__ = ["T5Config"]
 
 
 class T5Config(SettingsGroup):
-    """An encoder of model.num_layers that reads both ways, and a decoder with cross attention (arXiv:1910.10683).
+    """A bidirectional encoder of model.num_layers layers, and a decoder with cross-attention (arXiv:1910.10683).
 
     The published models have attention.scale=1; with tied embeddings multipliers.logits is 1 / sqrt(hidden_size).
     """
@@ -18,5 +18,8 @@ class T5Config(SettingsGroup):
     dotted_name: ClassVar[str] = "model.t5"
 
     num_decoder_layers: int = Field(
-        ge=1, le=10_000, description="[layers] of the decoder; model.num_layers are those of the encoder", examples=[12]
+        ge=1,
+        le=10_000,
+        description="[layers] of the decoder; model.num_layers counts those of the encoder",
+        examples=[12],
     )

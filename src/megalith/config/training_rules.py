@@ -1,4 +1,4 @@
-"""Rules on the course of training: what is trained on, when the rates change, in which precision."""
+"""Rules on training: schedules, evaluation, recomputation, precision and experimental features."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -32,15 +32,15 @@ _FIRST_SCALE, _LEAST_SCALE = "precision.loss_scale.initial", "precision.loss_sca
 _KEEP_BEST = "checkpoint.keep_best"
 _RECOMPUTED = "train.recompute_modules"
 _PART_OF = {"core_attn": "self_attn", "mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-_OUTPUTS = ("layernorm", "mlp_act")  # operations of which the output is discarded
+_OUTPUTS = ("layernorm", "mlp_act")  # operations whose output is discarded
 _BATCHES, _UNIT = "train.batch_size_schedule", "train.batch_size_schedule_unit"
 
 
 def rates_fall_to_their_minimum(run: Draft) -> Iterator[Violation]:
-    """min_lr is at most lr, and at most max_lr in each of the overrides, unless the schedule is constant."""
+    """min_lr is at most lr, and at most max_lr in each override, unless the schedule is constant."""
     lr, min_lr = run[_LR], run[_MIN_LR]
     if run["optim.schedule"] == "constant":
-        return  # nothing falls
+        return  # the rate does not decay
     if min_lr > lr:
         message = f"{_MIN_LR} ({min_lr}) must be at most {_LR} ({lr})"
         fixes = ({_MIN_LR: float(f"{lr / 10:.3g}")}, {_MIN_LR: 0.0})
@@ -58,7 +58,7 @@ def rates_fall_to_their_minimum(run: Draft) -> Iterator[Violation]:
 
 
 def overrides_change_something(run: Draft) -> Iterator[Violation]:
-    """Each of the overrides sets max_lr, min_lr or wd_mult; under a constant schedule min_lr has no effect."""
+    """Each override sets max_lr, min_lr or wd_mult; with a constant schedule min_lr has no effect."""
     overrides = [dict(override) for override in run[_OVERRIDES]]
     for i, override in enumerate(overrides):
         kept = {name: value for name, value in override.items() if value is not None}
@@ -74,7 +74,7 @@ def overrides_change_something(run: Draft) -> Iterator[Violation]:
 
 
 def warmup_ends_before_decay(run: Draft) -> Iterator[Violation]:
-    """warmup_steps is below decay_steps, or within train.steps where the schedule has no end."""
+    """warmup_steps is below decay_steps, or at most train.steps if the schedule has no end."""
     warmup, steps = run[_WARMUP], run["train.steps"]
     end, limit = ("train.steps", steps + 1) if run.get(_DECAY) is None else (_DECAY, run[_DECAY])
     if warmup >= limit:
@@ -86,38 +86,38 @@ def warmup_ends_before_decay(run: Draft) -> Iterator[Violation]:
 
 
 def wsd_decay_fits(run: Draft) -> Iterator[Violation]:
-    """WSD's decay lies between the end of warm-up and decay_steps."""
+    """The decay of WSD fits between the end of warm-up and decay_steps."""
     if run["optim.schedule"] != "WSD":
         return
     room, given = run[_DECAY] - run[_WARMUP], run[_WSD_DECAY]
     if room < 1 or given <= room:
-        return  # for no room at all, warmup_ends_before_decay has spoken
+        return  # no room at all is reported by warmup_ends_before_decay
     message = f"{_WSD_DECAY} ({given}) must be at most {_DECAY} - {_WARMUP} ({room})"
     yield Violation("wsd_decay_fits", _WSD_DECAY, message, ({_WSD_DECAY: max(room // 5, 1)},))
 
 
 def recomputed_operations_are_named_once(run: Draft) -> Iterator[Violation]:
-    """Each of recompute_modules is there once, and is no part of another of them."""
+    """recompute_modules lists each module once, and none that is part of another one in the list."""
     if run["train.recompute"] != "selective":
-        return  # no_setting_is_without_effect speaks
+        return  # reported by no_setting_is_without_effect
     names = list(run[_RECOMPUTED])
     kept = [name for name in dict.fromkeys(names) if _PART_OF.get(name) not in names]
     if kept != names:
         again = next(name for name in names if names.count(name) > 1 or _PART_OF.get(name) in names)
-        where = f"in {_PART_OF[again]}" if _PART_OF.get(again) in names else "twice"
-        message = f"{_RECOMPUTED} has {again} {where}: it is computed again once"
+        where = f", which is part of {_PART_OF[again]}" if _PART_OF.get(again) in names else " twice"
+        message = f"{_RECOMPUTED} lists {again}{where}: it is recomputed only once"
         yield Violation("recomputed_operations_are_named_once", _RECOMPUTED, message, ({_RECOMPUTED: kept},))
 
 
 def compiler_chooses_what_outputs_are_kept(run: Draft) -> Iterator[Violation]:
-    """recompute_modules has no layernorm or mlp_act under compile, where the compiler fuses them with their readers."""
+    """recompute_modules has no layernorm or mlp_act with compile, which fuses them into the operations after them."""
     names = list(run[_RECOMPUTED])
     outputs = [name for name in names if name in _OUTPUTS]
     if run["train.recompute"] != "selective" or not run["train.compile"] or not outputs:
         return
     message = (
-        f"{_RECOMPUTED}: under train.compile=true the compiler decides what is kept of {' and '.join(outputs)}, "
-        "which it fuses with other operations"
+        f"{_RECOMPUTED} cannot contain {' or '.join(outputs)} with train.compile=true: the compiler fuses such "
+        "operations with others and decides itself which outputs to keep"
     )
     others = [name for name in names if name not in _OUTPUTS]
     fix: dict[str, Any] = {_RECOMPUTED: others} if others else {_RECOMPUTED: None, "train.recompute": "none"}
@@ -125,7 +125,7 @@ def compiler_chooses_what_outputs_are_kept(run: Draft) -> Iterator[Violation]:
 
 
 def nesterov_needs_momentum(run: Draft) -> Iterator[Violation]:
-    """nesterov needs momentum above 0, which it looks ahead by."""
+    """nesterov needs momentum above 0."""
     if run["optim.sgd.nesterov"] and run["optim.sgd.momentum"] == 0:
         message = "optim.sgd.nesterov=true needs optim.sgd.momentum above 0; got 0.0"
         fixes = ({"optim.sgd.momentum": 0.9}, {"optim.sgd.nesterov": False})
@@ -133,15 +133,15 @@ def nesterov_needs_momentum(run: Draft) -> Iterator[Violation]:
 
 
 def mup_is_of_adamw(run: Draft) -> Iterator[Violation]:
-    """model.mup needs optim.name=adamw, whose learning rates and eps it scales."""
+    """model.mup needs optim.name=adamw, whose learning rates and eps it scales with the width."""
     name, optimizer = "model.mup.base_hidden_size", run["optim.name"]
     if run.get(name) is not None and optimizer != "adamw":
-        message = f"model.mup scales the learning rates of AdamW with the width, and optim.name is {optimizer}"
+        message = f"model.mup needs optim.name=adamw, whose learning rates it scales with the width; got {optimizer}"
         yield Violation("mup_is_of_adamw", "model.mup", message, ({"optim.name": "adamw"}, {"model.mup": None}))
 
 
 def schedule_stages_differ(run: Draft) -> Iterator[Violation]:
-    """Thresholds of a batch size schedule in tokens fall into different samples."""
+    """The thresholds of a batch size schedule in tokens fall into different samples."""
     if (text := run.get(_BATCHES)) is None or run[_UNIT] != "tokens":
         return
     length = run["data.seq_length"]
@@ -161,7 +161,7 @@ def evaluation_has_data(run: Draft) -> Iterator[Violation]:
 
 
 def best_checkpoint_is_evaluated(run: Draft) -> Iterator[Violation]:
-    """checkpoint.keep_best needs data.valid, and an evaluation at every checkpoint on the way."""
+    """checkpoint.keep_best needs data.valid, checkpoint.every, and an evaluation at every checkpoint."""
     if not run[_KEEP_BEST]:
         return
     saved, evaluated = run.get("checkpoint.every"), run.get("train.evaluation.every")
@@ -169,7 +169,7 @@ def best_checkpoint_is_evaluated(run: Draft) -> Iterator[Violation]:
     if run.get("data.valid") is None:
         message = f"{_KEEP_BEST} needs data.valid, which is not set"
     elif saved is None:
-        message = f"{_KEEP_BEST} needs checkpoint.every, without which there is one checkpoint only, at the end"
+        message = f"{_KEEP_BEST} needs checkpoint.every; without it there is only one checkpoint, at the end"
         fixes = ({"checkpoint.every": evaluated},) if evaluated else ()
     elif evaluated is None or saved % evaluated:
         message = (
@@ -183,7 +183,7 @@ def best_checkpoint_is_evaluated(run: Draft) -> Iterator[Violation]:
 
 
 def loss_scale_starts_above_its_minimum(run: Draft) -> Iterator[Violation]:
-    """The minimum of a loss scale is at most its initial value."""
+    """The minimum of the loss scale is at most its initial value."""
     least, first = run[_LEAST_SCALE], run[_FIRST_SCALE]
     if run["precision.dtype"] == "float16" and least > first:
         message = f"{_LEAST_SCALE} ({least}) must be at most {_FIRST_SCALE} ({first})"
@@ -192,7 +192,7 @@ def loss_scale_starts_above_its_minimum(run: Draft) -> Iterator[Violation]:
 
 
 def experimental_features_are_switched_on(run: Draft) -> Iterator[Violation]:
-    """A feature that is experimental is named in `experimental` by the run that uses it."""
+    """A run that uses an experimental feature names it in `experimental`."""
     switched_on = list(run["experimental"])
     for feature, (setting, value) in USED_BY.items():
         if run[setting] == value and feature not in switched_on:
@@ -201,13 +201,13 @@ def experimental_features_are_switched_on(run: Draft) -> Iterator[Violation]:
 
 
 def switched_on_features_are_used(run: Draft) -> Iterator[Violation]:
-    """`experimental` names features that exist and that the run uses."""
+    """`experimental` names only features that exist and that the run uses."""
     switched_on = list(run["experimental"])
     for feature in switched_on:
         others = [name for name in switched_on if name != feature]
         fixes = [{"experimental": [*others, near]} for near in get_close_matches(feature, FEATURES)]
         if feature not in FEATURES:
-            message = f"experimental: {feature!r} is not a feature; there are: {', '.join(FEATURES)}"
+            message = f"experimental: {feature!r} is not a feature; available: {', '.join(FEATURES)}"
         elif run[USED_BY[feature].setting] != USED_BY[feature].value:
             message, fixes = f"experimental: {feature!r} has no effect without {USED_BY[feature]}", []
         else:

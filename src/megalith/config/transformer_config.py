@@ -1,4 +1,4 @@
-"""The shape of a transformer, and how its weights start."""
+"""The shape of a transformer and the initialization of its weights."""
 
 import math
 from collections.abc import Mapping
@@ -32,29 +32,29 @@ __all__ = ["TransformerConfig"]
 _MOST_LAYERS = 10_000  # the deepest transformers have 1000 (Wang et al. 2022, arXiv:2203.00555)
 
 
-# which latent attention has sizes of its own for
+# fields for which latent attention has sizes of its own
 _HEADS_OF_GROUPS = ("num_query_groups", "kv_channels")
 
 
 def _usual_ffn_hidden_size(shape: Mapping[str, Any]) -> int:
-    """4 x hidden for two matrices; for the three with a gate as many parameters, up to a multiple of 64."""
+    """4 x hidden; with a gate, three matrices of as many parameters: 8/3 x hidden, rounded up to a multiple of 64."""
     hidden: int = shape["hidden_size"]
     return round_up(-(-8 * hidden // 3), 64) if shape["activation"] in GATES else 4 * hidden
 
 
 class TransformerConfig(SettingsGroup):
-    """The model. The defaults are Llama's shape; a field given here overrides that of the preset.
+    """The model. The defaults are those of Llama; a field given here overrides that of the preset.
 
     Raises pydantic.ValidationError (a ValueError) for fields that are malformed or contradict each other. After
-    construction every size is a number, worked out where it was left out, but for ``vocab_size``, which may wait for
-    the tokenizer, and ``max_position_embeddings`` under rope.
+    construction every size is a number, derived if it was not given, except ``vocab_size``, which may come from the
+    tokenizer later, and ``max_position_embeddings`` with rope.
     """
 
     dotted_name: ClassVar[str] = "model"
 
     preset: Annotated[str, AfterValidator(known_preset)] | None = Field(
         default=None,
-        description="a shape by name, from which the fields left out here are taken",
+        description="name of a predefined shape, which provides the fields not given here",
         examples=["llama-28m"],
     )
     vocab_size: int | None = Field(
@@ -79,41 +79,49 @@ class TransformerConfig(SettingsGroup):
     )
     activation: Activation = Field(
         default="swiglu",
-        description="of the MLP: with a gate through SiLU, GELU, GELU by tanh or x sigmoid(1.702 x), or without one",
+        description="activation of the MLP: gated by SiLU, GELU, tanh-approximated GELU or x sigmoid(1.702 x), or "
+        "without a gate",
     )
-    glu: GluConfig | None = Field(default=None, description="clamp and offset of an activation with a gate")
+    glu: GluConfig | None = Field(default=None, description="clamp and offset of a gated activation")
     ffn_hidden_size: int = Field(
         default_factory=Follows(_usual_ffn_hidden_size),
         ge=1,
         le=LARGEST_SIZE,
-        description="[features] inner width of the MLP; null: 4 x hidden_size, with a gate 8/3 up to a multiple of 64",
+        description="[features] inner width of the MLP; null: 4 x hidden_size, or with a gate 8/3 x hidden_size "
+        "rounded up to a multiple of 64",
     )
-    normalization: Literal["RMSNorm", "LayerNorm"] = Field(default="RMSNorm", description="of the residual stream")
-    layernorm_epsilon: float = Field(default=1e-5, gt=0, description="[variance] added before the root in every norm")
+    normalization: Literal["RMSNorm", "LayerNorm"] = Field(default="RMSNorm", description="norm of the residual stream")
+    layernorm_epsilon: float = Field(
+        default=1e-5, gt=0, description="[variance] added under the square root in every norm"
+    )
     position_embedding_type: Literal["rope", "learned_absolute", "relative"] = Field(
         default="rope",
-        description="rotated queries and keys, a table of learned vectors, or a bias of scores by distance (T5)",
+        description="rotated queries and keys, a table of learned vectors, or a bias on scores by distance (T5)",
     )
     rope: RopeConfig | None = Field(default=None, description="rotary position embedding")
     relative_position: RelativePositionConfig | None = Field(
-        default=None, description="the bias of scores by distance, of relative positions"
+        default=None, description="the bias on scores by distance, for relative positions"
     )
     attention: AttentionConfig = Field(default_factory=AttentionConfig, description="self-attention")
-    mla: MLAConfig | None = Field(default=None, description="latent attention, in place of groups of heads")
+    mla: MLAConfig | None = Field(
+        default=None, description="multi-head latent attention, in place of grouped-query attention"
+    )
     max_position_embeddings: int | None = Field(
         default=None,
         ge=1,
         le=LARGEST_SIZE,
-        description="[tokens] rows of the table of learned positions; null: data.seq_length",
+        description="[tokens] rows of the learned position table; null: data.seq_length",
     )
     add_bias_linear: bool = Field(default=False, description="linear layers have biases")
     mlp_bias: bool = Field(
         default_factory=Follows(lambda shape: shape["add_bias_linear"]),
-        description="those of the MLP have; null: add_bias_linear",
+        description="linear layers of the MLP have biases; null: add_bias_linear",
     )
-    tie_word_embeddings: bool = Field(default=False, description="the output projection is the embedding table")
+    tie_word_embeddings: bool = Field(
+        default=False, description="the output projection shares the weights of the embedding table"
+    )
     hidden_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="[probability] of dropping a feature of the residual"
+        default=0.0, ge=0, lt=1, description="[probability] of dropping a feature of the residual stream"
     )
     attention_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="[probability] of dropping an attention weight"
@@ -122,12 +130,14 @@ class TransformerConfig(SettingsGroup):
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="the residual stream")
     multipliers: MultipliersConfig = Field(default_factory=MultipliersConfig, description="constant factors")
     mup: MuPConfig | None = Field(
-        default=None, description="the maximal update parametrization; null: the standard one"
+        default=None, description="the maximal update parametrization; null: the standard parametrization"
     )
     moe: MoEConfig | None = Field(default=None, description="a mixture of experts in place of the MLP")
     mtp: MTPConfig | None = Field(default=None, description="multi-token prediction")
-    bert: BertConfig | None = Field(default=None, description="an encoder, BERT, in place of a causal decoder")
-    t5: T5Config | None = Field(default=None, description="an encoder and a decoder, in place of one causal stack")
+    bert: BertConfig | None = Field(
+        default=None, description="a bidirectional encoder (BERT) in place of a causal decoder"
+    )
+    t5: T5Config | None = Field(default=None, description="an encoder and a decoder (T5) in place of a causal decoder")
 
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +145,7 @@ class TransformerConfig(SettingsGroup):
             return _with_latent_heads(given)
         preset = read_preset(given["preset"])
         value_of = value_in(cls, preset | given)
-        # what the preset says of rope is dropped with rope; what the user says is kept, and refused
+        # the preset's settings of rope are dropped without rope; the user's are kept, and rejected later
         of_preset = {name: value for name, value in preset.items() if has_effect(cls.name_of(name), value_of)}
         if "mla" in given:
             of_preset = {name: value for name, value in of_preset.items() if name not in _HEADS_OF_GROUPS}
@@ -143,45 +153,45 @@ class TransformerConfig(SettingsGroup):
 
     @property
     def kind(self) -> ModelKind:
-        """Which kind of model this is, by the group of settings that is there."""
+        """The kind of model, determined by which group of settings is present."""
         if self.t5 is not None:
             return "t5"
         return "gpt" if self.bert is None else "bert"
 
     @property
     def position_offset(self) -> int:
-        """The rows of the table of learned positions before that of position 0."""
+        """The rows of the learned position table before that of position 0."""
         return 0 if self.bert is None else self.bert.position_offset
 
     @property
     def total_num_layers(self) -> int:
-        """The layers of the model, those of the decoder of an encoder-decoder model among them."""
+        """The number of layers, including those of the decoder in an encoder-decoder model."""
         return self.num_layers + (0 if self.t5 is None else self.t5.num_decoder_layers)
 
     @property
     def gate_activation(self) -> GateActivation | None:
-        """What is applied to the gate of a gated MLP, which has a third projection; None for one without a gate."""
+        """The activation of the gate of a gated MLP, which has a third projection; None without a gate."""
         return GATES.get(self.activation)
 
     @property
     def expert_ffn_hidden_size(self) -> int:
-        """The inner width of an expert, in a model that has any."""
+        """The inner width of an expert, in a model that has experts."""
         given = None if self.moe is None else self.moe.ffn_hidden_size
         return self.ffn_hidden_size if given is None else given
 
     @property
     def rotary_head_size(self) -> int:
-        """The features of a head that rotary positions are for, of which they may rotate a share."""
+        """The features of a head to which rope applies; rope.percent may rotate only a share of them."""
         return self.kv_channels if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def width(self) -> float:
-        """hidden_size over that of the model whose hyperparameters muP takes over; 1 without muP."""
+        """hidden_size relative to the base model whose hyperparameters muP transfers; 1 without muP."""
         return 1.0 if self.mup is None else self.hidden_size / self.mup.base_hidden_size
 
     @property
     def attention_scale(self) -> float | None:
-        """The factor on q k^T; None: 1 / sqrt(kv_channels). Under muP it falls with the head size and not its root."""
+        """The factor on q k^T; None: 1 / sqrt(kv_channels). With muP it is proportional to 1 / head size."""
         if self.mup is None or self.mup.base_kv_channels is None:
             return self.attention.scale
         return math.sqrt(self.mup.base_kv_channels) / self.kv_channels
@@ -193,13 +203,13 @@ class TransformerConfig(SettingsGroup):
 
     @property
     def embedding_dropout(self) -> float:
-        """The share of the embedding's features that is dropped."""
+        """The dropout probability of the embedding's features."""
         given = self.residual.embedding_dropout
         return self.hidden_dropout if given is None else given
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the projections to q, k, v and the output gate have biases; with ``mla`` those to the latents."""
+        """Whether the projections to q, k, v and the output gate have biases; with ``mla``, those to the latents."""
         return self.add_bias_linear if self.attention.qkv_bias is None else self.attention.qkv_bias
 
     @property
@@ -215,13 +225,13 @@ class TransformerConfig(SettingsGroup):
 
 
 def _with_latent_heads(given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` with the size of a head that its ``mla`` stands for, if that is well-formed."""
+    """Returns ``given`` with the head size that its ``mla`` implies, if ``mla`` is well formed."""
     sizes = head_parts(given["mla"]) if isinstance(given.get("mla"), Mapping) else ()
     return {"kv_channels": sum(sizes), **given} if sizes and all(type(size) is int for size in sizes) else given
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, group by group; ``over`` stands where both set a field."""
+    """Merges both group by group; ``over`` wins where both set a field."""
     merged = {**under, **over}
     for name in under.keys() & over.keys():
         if isinstance(under[name], Mapping) and isinstance(over[name], Mapping):

@@ -1,7 +1,7 @@
 """YAML as people write settings: ``3e-4`` is a number, ``no`` and ``12:30`` are text, a key given twice is an error.
 
 PyYAML reads YAML 1.1, where the first is text and the others are false and 750. Reading here follows the core schema of
-YAML 1.2.2 (section 10.3.2), plus underscores in whole numbers; writing quotes whatever either version would misread.
+YAML 1.2.2 (section 10.3.2), plus underscores in whole numbers; writing quotes text that either version would misread.
 """
 
 import math
@@ -15,12 +15,12 @@ from megalith.errors import ConfigError
 
 __all__ = ["MOST_BYTES", "read_override", "read_yaml", "write_override", "write_yaml"]
 
-MOST_BYTES = 1 << 18  # of a file of settings; a run's settings have about 2 kB
+MOST_BYTES = 1 << 18  # limit on a settings file; a run's settings take about 2 kB
 
 _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
 _MOST_LEVELS = 20  # of nesting; a run's settings have five
 _MOST_NODES = 4_000  # values and names in a file; a run's settings have about 150
-_MOST_DIGITS = 100  # of a whole number; Python refuses to print those of more than 4300
+_MOST_DIGITS = 100  # of a whole number; Python refuses to print more than 4300
 
 _BREAK = re.compile("[\r\x85\u2028\u2029\ufeff]")
 _SCALARS = {
@@ -32,14 +32,14 @@ _SCALARS = {
 
 
 def read_yaml(text: str | bytes, source: str) -> Any:
-    """The one document in ``text``, UTF-8 if it is bytes.
+    """Parses the single document in ``text``, which is UTF-8 if it is bytes.
 
     Raises:
-        ConfigError: it is not YAML, or larger or deeper than settings are; it names ``source`` and the line.
+        ConfigError: it is not YAML, or exceeds the limits on settings; the message names ``source`` and the line.
     """
     try:
         if len(text) > MOST_BYTES:
-            raise yaml.YAMLError(f"it has {len(text):,} bytes, and settings have at most {MOST_BYTES:,}")
+            raise yaml.YAMLError(f"it has {len(text):,} bytes; settings may have at most {MOST_BYTES:,}")
         return yaml.load(text.decode("utf-8") if isinstance(text, bytes) else text, _Loader)
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -50,13 +50,13 @@ def read_yaml(text: str | bytes, source: str) -> Any:
 
 
 def write_yaml(value: Any) -> str:
-    """``value`` as YAML that ``read_yaml`` reads back, keys in their order, lists on one line."""
+    """Returns ``value`` as YAML that ``read_yaml`` reads back, with keys in order and lists on one line."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
     return text
 
 
 def read_override(text: str) -> tuple[str, Any]:
-    """The dotted name and the value of ``name=value``, where the value is YAML: ``optim.lr=3e-4``, ``load=null``."""
+    """Parses ``name=value`` into a dotted name and a value, which is YAML: ``optim.lr=3e-4``, ``load=null``."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise ConfigError(f"an override must look like optim.lr=3e-4; got {text!r}")
@@ -64,16 +64,16 @@ def read_override(text: str) -> tuple[str, Any]:
 
 
 def write_override(name: str, value: Any) -> str:
-    """``name=value`` on one line, such that ``read_override`` reads it back."""
+    """Returns ``name=value`` on one line, which ``read_override`` reads back."""
     text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
     )
-    text = text.removesuffix("\n").removesuffix("\n...")  # PyYAML ends a lone scalar with an end-of-document mark
+    text = text.removesuffix("\n").removesuffix("\n...")  # PyYAML ends a lone scalar with an end-of-document marker
     return f"{name}={text}"
 
 
 class _Loader(yaml.SafeLoader):
-    """Core schema, no key twice, and bounds that hold before any value is made."""
+    """The core schema, without duplicate keys, and with limits that are checked before any value is constructed."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own protocol)
     yaml_constructors: ClassVar[dict[Any, Any]] = {
@@ -108,13 +108,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_core(self, node: yaml.Node) -> Any:
-        """A scalar of the core schema, also where its tag is written out: ``!!int many`` is none."""
+        """Constructs a scalar of the core schema, also with an explicit tag; ``!!int many`` is an error."""
         kind = node.tag.rpartition(":")[2]
         if not isinstance(node, yaml.ScalarNode) or not _SCALARS[kind][0].fullmatch(node.value):
-            raise yaml.constructor.ConstructorError(None, None, f"it is tagged {kind} and is none", node.start_mark)
+            message = f"it is tagged {kind} but is not a valid {kind}"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
         if kind == "int":
             if len(node.value) > _MOST_DIGITS:
-                message = f"a whole number of {len(node.value):,} digits; settings have at most {_MOST_DIGITS}"
+                message = f"a whole number of {len(node.value):,} digits; settings may have at most {_MOST_DIGITS}"
                 raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
             return int(node.value)  # base 10 always: 010 is ten
         return {
@@ -126,17 +127,21 @@ class _Loader(yaml.SafeLoader):
 
 def _check_bounds(num_nodes: int, depth: int, mark: Any) -> None:
     if num_nodes > _MOST_NODES or depth > _MOST_LEVELS:
-        what = f"{_MOST_LEVELS} levels" if depth > _MOST_LEVELS else f"{_MOST_NODES:,} values, aliases counted in full"
+        what = (
+            f"{_MOST_LEVELS} levels of nesting"
+            if depth > _MOST_LEVELS
+            else f"{_MOST_NODES:,} values after expanding aliases"
+        )
         raise yaml.composer.ComposerError(None, None, f"it has more than {what}", mark)
 
 
 def _measure(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
-    """Values and levels of ``node`` once every alias is replaced by what it stands for; checked against the bounds.
+    """Returns the number of values and levels of ``node`` with aliases expanded; raises if they exceed the limits.
 
-    A few lines of aliases to aliases can stand for billions of values.
+    A few lines of aliases to aliases can expand to billions of values.
     """
     if node not in known:
-        known[node] = None  # begun, and not ended
+        known[node] = None  # in progress
         parts = [part for entry in node.value for part in entry] if isinstance(node, yaml.MappingNode) else node.value
         sizes = [_measure(part, known) for part in parts] if isinstance(node, yaml.CollectionNode) else []
         size = 1 + sum(values for values, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
@@ -144,7 +149,7 @@ def _measure(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) ->
         known[node] = size
     found = known[node]
     if found is None:
-        raise yaml.composer.ComposerError(None, None, "an alias stands for something that contains it", node.start_mark)
+        raise yaml.composer.ComposerError(None, None, "an alias refers to a node that contains it", node.start_mark)
     return found
 
 
@@ -160,7 +165,7 @@ def _write_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
 
 
 def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    # PyYAML's other styles let line breaks that are not \n fall into spaces
+    # PyYAML's other styles turn line breaks other than \n into spaces
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAK.search(text) else None)
 
 

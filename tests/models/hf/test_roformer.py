@@ -33,7 +33,10 @@ CLASSES = {"num_token_types": 2, "head": "classification", "num_classes": 3}
             "classifier_dropout must be absent: the transformers classifier uses hidden_dropout",
         ),
         ({"rope_theta": 500000.0}, r"rope_theta \(500000.0\) is a field that Megalith does not know"),
-        ({"num_attention_heads": 32}, "must be even under rope; it is 1"),
+        (
+            {"num_attention_heads": 32},
+            r"kv_channels \(1\), the number of features that rope rotates in a head, must be even",
+        ),
         ({"max_position_embeddings": 24.0}, "max_position_embeddings must be an integer; got 24.0"),
     ],
 )

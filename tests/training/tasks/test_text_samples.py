@@ -112,7 +112,7 @@ def test_weights_are_the_same_with_and_without_texts(text, tmp_path):
         (
             LLAMA,
             [],
-            r"train.generation.prompts must have 1 entries or more; .*use train.generation.prompts=\[Once upon a",
+            r"train.generation.prompts must have at least 1 entry; .*use train.generation.prompts=\[Once upon a",
         ),
         (LLAMA, [""], r"train.generation.prompts\[0\] must not be empty"),
     ],
