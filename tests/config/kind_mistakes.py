@@ -23,7 +23,8 @@ KIND_MISTAKES = [
     ),
     Mistake(
         {**BERT, **WRITES},
-        r"train.generation cannot be combined with model.bert: an encoder does not .*; remove train.generation",
+        r"train.generation cannot be combined with model.bert: an encoder does not generate text; "
+        r"remove train.generation",
     ),
     Mistake(
         {**BERT, "model.bert.head": "classification"},

@@ -151,7 +151,8 @@ MOE_MISTAKES = [
     ),
     Mistake(
         {**MOE, "model.moe.capacity.factor": 4.0},
-        r"capacity.factor \(4.0\) drops nothing: .* = 4 or more, an expert has room for every token; use a smaller",
+        r"capacity.factor \(4.0\) drops nothing: .* = 4 or more, an expert has room for every token; it must be "
+        r"smaller, or",
     ),
     Mistake(
         {

@@ -36,7 +36,8 @@ OPTION_MISTAKES = [
     ),
     Mistake(
         {"model.mup.base_hidden_size": 32, "optim.name": "sgd"},
-        r"model.mup needs optim.name=adamw, whose learning rates it scales .*; got sgd; use optim.name=adamw",
+        r"model.mup needs optim.name=adamw, whose learning rates it scales with the width; got sgd; "
+        r"use optim.name=adamw",
     ),
     Mistake(
         {"model.mup.base_hidden_size": 32, "model.mup.base_kv_channels": 8, "model.attention.scale": 0.3},

@@ -218,7 +218,7 @@ def capacities_drop_something(run: Draft) -> Iterator[Violation]:
         return
     room = f"at {_EXPERTS} / {_TOP_K} = {experts / top_k:.4g} or more, an expert has room for every token"
     if not run.get(_PAD):
-        message = f"{_CAPACITY} ({factor}) drops nothing: {room}; use a smaller factor, or {_PAD}=true"
+        message = f"{_CAPACITY} ({factor}) drops nothing: {room}; it must be smaller, or {_PAD}=true"
         fixes: tuple[Fix, ...] = ({_CAPACITY: None, _DROP: None, _PAD: None},)
         yield Violation("capacities_drop_something", _CAPACITY, message, fixes)
     elif _DROP in run.given:

@@ -71,7 +71,7 @@ class RouterConfig(SettingsGroup):
         default=0.0,
         ge=0,
         lt=1,
-        description="[ratio] largest relative change of the router's input features, at random, in training",
+        description="[ratio] largest random relative change of the router's input features in training",
     )
     sequence_balance: float = Field(
         default=0.0,
