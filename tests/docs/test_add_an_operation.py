@@ -60,7 +60,7 @@ def run(folder, *arguments):
 def test_the_files_on_the_page_are_an_operation_like_every_other(copy):
     done = run(copy, "-c", PROGRAM)
     assert done.returncode == 0, done.stderr
-    assert re.match(r"softcap +(compile|blocked) +the table for cpu", done.stdout)
+    assert re.match(r"softcap +(compile|blocked) +default for cpu", done.stdout)
 
 
 def test_the_files_on_the_page_keep_the_rules_of_the_house(copy):

@@ -292,5 +292,5 @@ def test_a_path_that_cannot_run_is_not_taken_by_a_class():
     x = torch.randn(3, F, requires_grad=True)
     with fusions.use("aten"):  # which gated units do not have
         fusions.SwiGLUFunction.apply(x).sum().backward()
-    with pytest.raises(BackendError, match="cannot take backend='aten'"):
+    with pytest.raises(BackendError, match="cannot run with backend='aten'"):
         fusions.glu(x, activation="silu", backend="aten")

@@ -107,5 +107,5 @@ def test_what_does_not_fit_is_refused(error, input, bias, approximate, message):
 
 
 def test_an_upstream_gradient_of_another_shape_is_refused():
-    with pytest.raises(ShapeError, match=r"g must be \[2, 3\], as y; got \[3\]"):
+    with pytest.raises(ShapeError, match=r"g must be \[2, 3\], like y; got \[3\]"):
         bias_gelu_back(torch.ones(3), None, torch.ones(2, 3))

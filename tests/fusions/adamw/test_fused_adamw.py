@@ -173,20 +173,24 @@ def one(dtype: torch.dtype = torch.float32, *shape: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"grads": []}, ShapeError, "grads must have a tensor for each of 1 params; got 0"),
-        ({"grads": one(torch.float32, 3)}, ShapeError, r"grads\[0\] must be \[2\], as params\[0\]; got \[3\]"),
+        ({"grads": []}, ShapeError, "grads must have a tensor for each of the 1 params; got 0"),
+        ({"grads": one(torch.float32, 3)}, ShapeError, r"grads\[0\] must be \[2\], like params\[0\]; got \[3\]"),
         ({"exp_avgs": [torch.ones(2, device="meta")]}, ShapeError, r"exp_avgs\[0\] must be on cpu.*got meta"),
-        ({"grads": one(torch.int32)}, ShapeError, r"grads must be floating.*got torch.int32"),
-        ({"params": one(torch.bfloat16)}, ShapeError, r"params must be float32 or float64.*give masters"),
+        ({"grads": one(torch.int32)}, ShapeError, r"grads must all have .* floating-point dtype; got torch.int32"),
+        ({"params": one(torch.bfloat16)}, ShapeError, r"params must be float32 or float64.*pass float32 masters"),
         ({"masters": one(torch.float16)}, ShapeError, r"masters must be float32 or float64; got torch.float16$"),
         ({"exp_avg_sqs": one(torch.bfloat16)}, ShapeError, r"exp_avg_sqs must be torch.float32.*got torch.bfloat16"),
         ({"exp_avgs": [torch.ones(4)[::2]]}, ShapeError, r"exp_avgs\[0\] must be contiguous.*strides \(2,\)"),
-        ({"grad_scale": torch.ones(2)}, ShapeError, r"grad_scale must be one number on cpu.*got \[2\]"),
-        ({"found_nonfinite": torch.ones((), device="meta")}, ShapeError, r"found_nonfinite must be.*on meta"),
+        ({"grad_scale": torch.ones(2)}, ShapeError, r"grad_scale must have one element and be on cpu.*got shape \[2\]"),
+        (
+            {"found_nonfinite": torch.ones((), device="meta")},
+            ShapeError,
+            r"found_nonfinite must have one element.*on meta",
+        ),
         ({"lr": -1.0}, ConfigError, r"lr must be 0 or more; got -1.0"),
         ({"eps": float("nan")}, ConfigError, r"eps must be 0 or more; got nan"),
-        ({"betas": (0.9, 1.0)}, ConfigError, r"betas must be two numbers from 0 to below 1; got \(0.9, 1.0\)"),
-        ({"step": 0}, ConfigError, r"step must be the number of this update, from 1; got 0"),
+        ({"betas": (0.9, 1.0)}, ConfigError, r"betas must be two numbers in \[0, 1\); got \(0.9, 1.0\)"),
+        ({"step": 0}, ConfigError, r"step must be the number of this update, counted from 1; got 0"),
         ({"backend": "blocked"}, BackendError, "it has no such path, only triton, aten, reference"),
     ],
 )
@@ -204,12 +208,12 @@ def test_an_update_is_refused_while_a_cuda_graph_is_captured(path, monkeypatch):
     before = [x.clone() for x in state.tensors()]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ConfigError, match=r"replays would all be update 3 at the learning rate 0.1; capture forward"):
+    with pytest.raises(ConfigError, match=r"every replay would repeat step 3 with learning rate 0.1; capture forward"):
         state.update_(path, step=3)
     assert all(map(torch.equal, state.tensors(), before))
 
 
 def test_lists_of_two_dtypes_are_refused():
     pair = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
-    with pytest.raises(ShapeError, match=r"params must be floating and of one dtype.*float64 of \[1\]"):
+    with pytest.raises(ShapeError, match=r"params must all have the same .*dtype; got torch.float64 for params\[1\]"):
         fused_adamw_(pair, None, pair, pair, pair, **SETTINGS, step=1)

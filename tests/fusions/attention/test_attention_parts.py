@@ -62,7 +62,7 @@ def test_a_sink_over_no_keys_leaves_zero():
 
 def test_what_does_not_fit_is_refused():
     out, lse = torch.zeros(3, 2, 4, 8), torch.zeros(2, 4, 3)
-    with pytest.raises(ShapeError, match=r"out_b must be \[3, 2, 4, 8\], as out_a"):
+    with pytest.raises(ShapeError, match=r"out_b must be \[3, 2, 4, 8\], like out_a"):
         merge_attention(out, lse, out[1:], lse)
     with pytest.raises(ShapeError, match=r"lse_b must be \[2, 4, 3\], \[B, A, S\] of out"):
         merge_attention(out, lse, out, lse.mT)

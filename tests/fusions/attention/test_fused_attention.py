@@ -307,10 +307,10 @@ def test_tiles_on_a_cpu_are_no_larger_than_what_tokens_see():
 
 REFUSED = {
     "q without heads": ({"q": (3, 2, 16)}, r"q must be \[Sq, B, A, D\]"),
-    "three heads in two groups": ({"q": (3, 2, 3, 16)}, r"G a divisor of the 3 heads of q; got \[3, 2, 2, 16\]"),
+    "three heads in two groups": ({"q": (3, 2, 3, 16)}, r"G divides the 3 heads of q; got \[3, 2, 2, 16\]"),
     "keys of another head size": ({"k": (3, 2, 2, 8)}, r"k must be \[3, 2, 2, 16\]"),
     "keys of another batch": ({"k": (3, 1, 2, 16)}, r"k must be \[3, 2, 2, 16\]"),
-    "fewer values than keys": ({"v": (2, 2, 2, 16)}, r"v must be \[3, 2, 2, 'Dv'\], as k"),
+    "fewer values than keys": ({"v": (2, 2, 2, 16)}, r"v must be \[3, 2, 2, 'Dv'\], like k"),
     "one sink for two heads": ({"sink": (1,)}, r"sink must be \[4\], one for each head"),
 }
 
@@ -324,19 +324,19 @@ def test_tensors_that_do_not_fit_are_refused(shapes, message):
 
 def test_other_wrong_arguments_are_refused():
     q, k, v = (x.detach() for x in qkv(4))
-    with pytest.raises(ShapeError, match=r"one dtype; got torch.float32, torch.bfloat16"):
+    with pytest.raises(ShapeError, match=r"same dtype; got torch.float32, torch.bfloat16"):
         fused_attention(q, k.bfloat16(), v)
     with pytest.raises(ShapeError, match="k must be float16"):
         fused_attention(q, k.long(), v)
-    with pytest.raises(ShapeError, match="1 rows of 3 tokens must be those of q and k"):
+    with pytest.raises(ShapeError, match="q and k must match packed_seq_params, 1 rows of 3 tokens"):
         fused_attention(q, k, v, packed_seq_params=PackedSeqParams.from_lengths([[3]]))
-    with pytest.raises(ShapeError, match="2 rows of 4 tokens must be those of q and k"):
+    with pytest.raises(ShapeError, match="q and k must match packed_seq_params, 2 rows of 4 tokens"):
         fused_attention(q, k, v, packed_seq_params=PackedSeqParams.from_lengths([[4], [4]]))
-    with pytest.raises(ShapeError, match="after a cache in rows of documents have no gradient"):
+    with pytest.raises(ShapeError, match="queries that follow a KV cache have no gradient in packed rows"):
         fused_attention(q[:2].requires_grad_(), k, v, packed_seq_params=PackedSeqParams.from_lengths([[4]]))
-    with pytest.raises(ConfigError, match=r"-1 for all of them; got \(-2, 0\)"):
+    with pytest.raises(ConfigError, match=r"-1 for no limit; got \(-2, 0\)"):
         fused_attention(q, k, v, window=(-2, 0))
-    with pytest.raises(ConfigError, match="a causal query sees no later key"):
+    with pytest.raises(ConfigError, match=r"window must be \(left, 0\) or \(left, -1\) with causal=True"):
         fused_attention(q, k, v, window=(4, 4))
     for scale in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="scale must be positive"):
@@ -347,12 +347,12 @@ def test_other_wrong_arguments_are_refused():
 
 def test_paths_that_cannot_are_refused_and_others_named():
     wide = torch.zeros(2, 1, 1, 257)
-    with pytest.raises(BackendError, match="256 columns, and these have 257; here it can take aten or"):
+    with pytest.raises(BackendError, match="a head size of at most 256; got 257; use aten or"):
         fused_attention(wide, wide, wide, backend="triton")
-    with pytest.raises(BackendError, match="these have 257"):
+    with pytest.raises(BackendError, match="at most 256; got 257"):
         fused_attention(wide[..., :16], wide[..., :16], wide, backend="triton")
     elsewhere = torch.zeros(2, 1, 1, 16, device="meta")
-    with pytest.raises(BackendError, match="kernels on meta give the log-sum-exp no gradient"):
+    with pytest.raises(BackendError, match="kernels on meta have no gradient for the log-sum-exp"):
         fused_attention(elsewhere, elsewhere, elsewhere, backend="aten")
     with pytest.raises(BackendError, match="no such path, only triton, aten, reference"):
         fused_attention(wide, wide, wide, backend="blocked")

@@ -104,7 +104,7 @@ def test_forward_mode_takes_the_reference_and_refuses_what_has_no_such_derivativ
     with forward_ad.dual_level():
         assert FUSION.path(tensor("cuda"), None) == "reference"
         for path in ("triton", "compile", "blocked"):
-            with pytest.raises(BackendError, match=r"no derivative for forward-mode AD; here it can take reference$"):
+            with pytest.raises(BackendError, match=r"no derivative for forward-mode AD; use reference instead$"):
                 FUSION.path(tensor(), path)
 
 
@@ -114,7 +114,7 @@ def test_beyond_the_limits_of_kernels_the_default_is_the_reference_and_a_line_sa
     assert fusion.path(tensor("cuda", numel=9), None) == "triton"
     for _ in range(2):
         assert fusion.path(tensor("cuda", numel=10), None) == "reference"
-    assert caplog.messages == ["attention takes its reference, in plain torch: wider"]
+    assert caplog.messages == ["attention falls back to its reference in plain torch: wider"]
     with use("triton"):
         assert fusion.path(tensor("cuda", numel=10), None) == "reference"
     with pytest.raises(BackendError, match="backend='triton': wider"):
@@ -161,7 +161,7 @@ def test_a_refusal_builds_nothing(monkeypatch):
 
     monkeypatch.setattr(backend, "why_not_compile", refuse)
     monkeypatch.setattr(backend, "why_no_compiler", lambda: None)
-    with pytest.raises(BackendError, match="can take compile or blocked or reference"):
+    with pytest.raises(BackendError, match="use compile or blocked or reference instead"):
         FUSION.path(tensor(dtype=torch.float64), "triton")
 
 
@@ -169,11 +169,11 @@ def test_a_refusal_builds_nothing(monkeypatch):
     ("choice", "x", "absent", "message"),
     [
         ("aten", tensor(), None, r"'aten': it has no such path, only triton, compile, blocked, reference"),
-        ("triton", tensor(dtype=torch.float64), None, r"kernels compute in float32.*can take compile or blocked"),
+        ("triton", tensor(dtype=torch.float64), None, r"kernels compute in float32.*use compile or blocked"),
         ("triton", tensor(), "triton_interprets", r"on cpu, and TRITON_INTERPRET=1 was not set"),
         ("triton", tensor("cuda"), "has_triton", r"not installed \(pip install 'megalith\[triton\]'\)"),
-        (None, tensor("cuda"), "has_triton", r"cannot take backend='triton'"),  # nothing stands in for the default
-        ("compile", tensor(), "why_not_compile", r"'compile': no compiler; here it can take triton or blocked"),
+        (None, tensor("cuda"), "has_triton", r"cannot run with backend='triton'"),  # nothing stands in for the default
+        ("compile", tensor(), "why_not_compile", r"'compile': no compiler; use triton or blocked"),
     ],
 )
 def test_a_path_that_cannot_run_is_refused_with_the_reason(monkeypatch, choice, x, absent, message):
@@ -188,7 +188,7 @@ def test_a_path_may_have_a_limit_of_its_own():
         "layer_norm", FUSION.paths, limits={"blocked": lambda x: f"not {x.dtype}" if x.numel() > 9 else None}
     )
     assert fusion.path(tensor(numel=9), "blocked") == "blocked"
-    with pytest.raises(BackendError, match=r"backend='blocked': not torch\.float32; here it can take triton"):
+    with pytest.raises(BackendError, match=r"backend='blocked': not torch\.float32; use triton"):
         fusion.path(tensor(numel=10), "blocked")
 
 

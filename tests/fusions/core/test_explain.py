@@ -17,7 +17,7 @@ def test_every_operation_is_in_the_table_in_the_list_and_in_the_tests():
 def test_the_path_is_the_one_that_would_be_taken():
     row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("glu "))
     assert row.split()[1] in FUSIONS["glu"].defaults["cpu"]
-    assert "the table for cpu" in row
+    assert "default for cpu" in row
     with fusions.use("reference"):
         row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("glu "))
     assert row.split()[1] == "reference"
@@ -25,10 +25,10 @@ def test_the_path_is_the_one_that_would_be_taken():
     with fusions.use("blocked"):
         row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("attention "))
     assert row.split()[1] == "aten"
-    assert "the table for cpu; it cannot take 'blocked': it has no such path" in row
+    assert "default for cpu; 'blocked' is not available: it has no such path" in row
     assert "kernels compute in float32" not in fusions.explain("cuda", torch.float64)  # which takes the reference
 
 
 def test_a_default_that_cannot_run_here_says_why(monkeypatch):
     monkeypatch.setattr("megalith.fusions.core.dispatch.has_triton", lambda: False)
-    assert "the table for cuda, but triton is not installed" in fusions.explain("cuda")
+    assert "default for cuda, but triton is not installed" in fusions.explain("cuda")

@@ -193,23 +193,23 @@ def refused(error: type[Exception], message: str, *shapes: Sequence[int], **opti
 
 def test_tensors_that_do_not_fit_are_refused():
     refused(ShapeError, r"target must be \[2\], one for each row of vocab_parallel_logits; got \[3\]", (2, 5), (3,))
-    refused(ShapeError, r"must be \[\.\.\., V/tp\], a logit for each word; got \[\]", (), ())
-    refused(ShapeError, r"the vocabulary must have a word; got 0 columns", (2, 0), (2,))
-    refused(ShapeError, r"target must be int64; got torch.int32: target.long\(\)", target=torch.zeros(2).int())
+    refused(ShapeError, r"must be \[\.\.\., V/tp\], one logit per vocabulary entry; got \[\]", (), ())
+    refused(ShapeError, r"the vocabulary must not be empty; got 0 columns", (2, 0), (2,))
+    refused(ShapeError, r"target must be int64; got torch.int32; use target.long\(\)", target=torch.zeros(2).int())
     refused(
         ShapeError, r"must be float16, bfloat16, float32 or float64; got torch.int64", logits=torch.zeros(2, 5).long()
     )
     refused(ShapeError, r"must be on one device", target=torch.zeros(2, dtype=torch.int64, device="meta"))
-    refused(ShapeError, r"rank 0 of 1 holds 5 columns of 6 words; it must hold 6, .* give vocab_start", vocab_size=6)
+    refused(ShapeError, r"rank 0 of 1 has 5 columns .* of 6; it must have 6, .* pass vocab_start", vocab_size=6)
 
 
 def test_options_out_of_their_range_are_refused():
     refused(ConfigError, r"label_smoothing must be in \[0, 1\]; got 1.5", label_smoothing=1.5)
     refused(ConfigError, r"smoothing must be one of torch, nemo; got 'mean'", smoothing="mean")
-    refused(ConfigError, r"there are none", smoothing="nemo", label_smoothing=0.1, vocab_size=1)
+    refused(ConfigError, r"'nemo' needs .*got vocab_size=1", smoothing="nemo", label_smoothing=0.1, vocab_size=1)
     refused(ConfigError, r"z_loss must be 0 or more, and finite; got -1.0", z_loss=-1.0)
     refused(ConfigError, r"softcap must be positive and finite, or None for no cap; got 0.0", softcap=0.0)
     refused(ConfigError, r"vocab_size must be positive, or None for all columns; got 0", vocab_size=0)
-    refused(ConfigError, r"vocab_start says .*; give vocab_size", vocab_start=0)
+    refused(ConfigError, r"vocab_start requires vocab_size", vocab_start=0)
     refused(ConfigError, r"vocab_start must be 0 or more; got -5", vocab_start=-5, vocab_size=5)
-    refused(BackendError, r"vocab_parallel_cross_entropy cannot take backend='aten'", backend="aten")
+    refused(BackendError, r"vocab_parallel_cross_entropy cannot run with backend='aten'", backend="aten")

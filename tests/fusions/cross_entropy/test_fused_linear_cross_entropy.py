@@ -128,15 +128,15 @@ def test_what_does_not_fit_is_refused():
 
     refused(ShapeError, r"with the same H; got \[2, 5, 16\] and \[37, 15\]", x, weight[:, :15], target)
     refused(ShapeError, r"with the same H; got \[2, 5, 16\] and \[16\]", x, weight[0], target)
-    refused(ShapeError, r"weight must be torch.float32, as x; got torch.float64", x, weight.double(), target)
-    refused(ShapeError, r"bias must be torch.float32, as x; got torch.bfloat16", bias=bias.bfloat16())
+    refused(ShapeError, r"weight must be torch.float32, like x; got torch.float64", x, weight.double(), target)
+    refused(ShapeError, r"bias must be torch.float32, like x; got torch.bfloat16", bias=bias.bfloat16())
     refused(ShapeError, r"bias must be \[37\], one for each row of weight; got \[36\]", bias=bias[:36])
     refused(ShapeError, r"target must be \[2, 5\], one for each row of x; got \[5, 2\]", x, weight, target.t())
-    refused(ShapeError, r"the vocabulary must have a word; got 0 columns", x, weight[:0], target)
-    refused(ShapeError, r"rank 0 of 1 holds 37 columns of 38 words", vocab_size=38)
+    refused(ShapeError, r"the vocabulary must not be empty; got 0 columns", x, weight[:0], target)
+    refused(ShapeError, r"rank 0 of 1 has 37 columns of a vocabulary of 38", vocab_size=38)
     refused(
-        ShapeError, r"under sequence_parallel .*; got \[16\]", x[0, 0], weight, target[0, 0], sequence_parallel=True
+        ShapeError, r"with sequence_parallel, .*; got \[16\]", x[0, 0], weight, target[0, 0], sequence_parallel=True
     )
     refused(ConfigError, r"chunk_size must be 1 token or more, or None; got 0", chunk_size=0)
-    refused(BackendError, r"linear_cross_entropy cannot take backend='aten'", backend="aten")
+    refused(BackendError, r"linear_cross_entropy cannot run with backend='aten'", backend="aten")
     assert "aten" not in FUSION.paths

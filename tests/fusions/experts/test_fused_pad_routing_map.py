@@ -68,7 +68,7 @@ def test_an_empty_map_stays_empty(shape, path, device):
     [
         (torch.zeros(2, 2, dtype=torch.bool), 0, ConfigError, r"pad_multiple must be 1 or more tokens; got 0"),
         (torch.zeros(2, 2, dtype=torch.bool), -8, ConfigError, r"pad_multiple must be .*got -8"),
-        (torch.zeros(2, 2), 8, ShapeError, r"routing_map must be bool or of integers; got torch.float32"),
+        (torch.zeros(2, 2), 8, ShapeError, r"routing_map must be bool or an integer dtype; got torch.float32"),
         (torch.zeros(2, dtype=torch.bool), 8, ShapeError, r"routing_map must be \[T, E\], .*got \[2\]"),
     ],
 )

@@ -153,11 +153,9 @@ def test_on_a_cpu_torchs_operator_is_the_default_where_it_can_run_and_else_the_l
     assert "grouped_matmul_aten" in path_taken(x.bfloat16(), weight.bfloat16(), sizes)
     assert "grouped_matmul_blocked" in path_taken(x[:, :6], weight[:, :, :6], sizes)
     assert "grouped_matmul_blocked" in path_taken(x[:, :4].half(), weight[:, :, :4].half(), sizes)
-    with pytest.raises(
-        BackendError, match=r"multiples of 4 columns, and these are 6 and 16; here it can take .*blocked"
-    ):
+    with pytest.raises(BackendError, match=r"multiples of 4; got 6 and 16; use .*blocked"):
         grouped_matmul(x[:, :6], weight[:, :, :6], sizes, backend="aten")
-    with pytest.raises(BackendError, match=r"float32, bfloat16 and float16, and these are torch.float64"):
+    with pytest.raises(BackendError, match=r"float32, bfloat16 and float16; got torch.float64"):
         grouped_matmul(x.double(), weight.double(), sizes, backend="aten")
     with fusions.use("aten"):
         assert "grouped_matmul_blocked" in path_taken(x[:, :6], weight[:, :, :6], sizes)
@@ -256,10 +254,10 @@ def test_what_does_not_fit_is_refused():
             grouped_matmul(*given)
 
     refused(r"x must be \[R, H\] and weight .* got \[4, 7\] and \[3, 16, 8\]", x[:, :7], weight, sizes)
-    refused(r"and an expert; got \[4, 8\] and \[0, 16, 8\]", x, weight[:0], sizes[:0])
+    refused(r"and E at least 1; got \[4, 8\] and \[0, 16, 8\]", x, weight[:0], sizes[:0])
     refused(r"got \[4, 8\] and \[16, 8\]", x, weight[0], sizes)
-    refused(r"weight must be torch.float32, as x; got torch.bfloat16: cast one of them", x, weight.bfloat16(), sizes)
+    refused(r"weight must be torch.float32, like x; got torch.bfloat16; cast one of them", x, weight.bfloat16(), sizes)
     refused(r"rows_per_expert must be \[3\], one for each expert of weight; got \[2\]", x, weight, sizes[:2])
-    refused(r"rows_per_expert must be int32, as row_map makes it; got torch.int64", x, weight, sizes.long())
+    refused(r"rows_per_expert must be int32, as returned by row_map; got torch.int64", x, weight, sizes.long())
     refused(r"x must be float16, .*; got torch.int32", x.int(), weight, sizes)
     refused(r"on one device; .*rows_per_expert is on meta", x, weight, sizes.to("meta"))

@@ -154,10 +154,10 @@ X = torch.ones(2, 6)
         (ConfigError, X, {"activation": "swish"}, r"one of silu, gelu_tanh, gelu, quick_gelu, relu; got 'swish'"),
         (ConfigError, X, {"clamp": 0.0}, r"clamp must be positive, or None for no clamp; got 0.0"),
         (ConfigError, X, {"clamp": NAN}, r"clamp must be positive, or None for no clamp; got nan"),
-        (ConfigError, X, {"up": X, "interleaved": True}, r"with up given there is nothing to interleave"),
-        (ShapeError, X[:, :5], {}, r"x must be \[..., 2F\], gate and up, or come with up \[..., F\]; got \[2, 5\]"),
+        (ConfigError, X, {"up": X, "interleaved": True}, r"interleaved applies only to a packed x"),
+        (ShapeError, X[:, :5], {}, r"x must be \[..., 2F\], gate and up packed, or .*with up \[..., F\]; got \[2, 5\]"),
         (ShapeError, torch.ones(()), {}, r"x must be \[..., 2F\], .*; got \[\]"),
-        (ShapeError, X, {"up": X[:1]}, r"up must be \[2, 6\], as the gate x; got \[1, 6\]"),
+        (ShapeError, X, {"up": X[:1]}, r"up must be \[2, 6\], like the gate x; got \[1, 6\]"),
         (ShapeError, X, {"bias": X[0, :3]}, r"bias must be \[6\], one for each column of gate and up; got \[3\]"),
         (ShapeError, X, {"weights": X[0]}, r"weights must be \[2, 1\], one for each token of x \[2, 6\]; got \[6\]"),
         (ShapeError, X.int(), {}, r"x must be float16, bfloat16, float32 or float64; got torch.int32"),
@@ -171,5 +171,5 @@ def test_what_does_not_fit_is_refused(error, x, settings, message):
 
 
 def test_an_upstream_gradient_of_another_shape_is_refused():
-    with pytest.raises(ShapeError, match=r"dy must be \[2, 3\], as the output; got \[2, 6\]"):
+    with pytest.raises(ShapeError, match=r"dy must be \[2, 3\], like the output; got \[2, 6\]"):
         glu_back(X, X, activation="silu")

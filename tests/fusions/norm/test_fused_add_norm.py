@@ -160,7 +160,7 @@ def test_what_backward_reads_is_the_next_residual_itself(device):
     [
         ({"normalization": "L2Norm"}, ConfigError, "must be 'LayerNorm' or 'RMSNorm'; got 'L2Norm'"),
         ({"bias": torch.ones(3)}, ConfigError, "RMSNorm has no bias"),
-        ({"residual": torch.ones(3, 3)}, ShapeError, r"residual must be \[2, 3\], as x; got \[3, 3\]"),
+        ({"residual": torch.ones(3, 3)}, ShapeError, r"residual must be \[2, 3\], like x; got \[3, 3\]"),
         ({"input_bias": torch.ones(2)}, ShapeError, r"input_bias must be \[3\]"),
         ({"residual": torch.ones(2, 3, device="meta")}, ShapeError, "on one device"),
         ({"residual": torch.ones(2, 3).int()}, ShapeError, "residual must be float16"),

@@ -232,7 +232,7 @@ REFUSED_MODULES = {
     "FusedRMSNorm": (FusedLayerNorm, {"normalization": "RMSNorm"}, {}),
     "FusedLayerNorm": (FusedRMSNorm, {"normalization": "LayerNorm"}, {}),
     r"must be 'LayerNorm' here; got 'RMSNorm'": (FusedLayerNorm, {}, {"normalization": "RMSNorm"}),
-    r"16384 of hidden_size 16385; give persist_layer_norm=False": (
+    r"16384 columns; got hidden_size=16385; use persist_layer_norm=False": (
         FusedLayerNorm,
         {"hidden_size": 16385, "persist_layer_norm": True},
         {},
@@ -263,7 +263,7 @@ def test_a_module_that_would_not_do_what_was_asked_is_refused(message):
         ((torch.ones(2, 3).long(),), ShapeError, "x must be float16"),
         ((torch.ones(2, 3), torch.ones(3, device="meta")), ShapeError, "on one device"),
         ((torch.ones(2, 3), torch.ones(3), None, -1e-5), ConfigError, "eps must be 0 or more; got -1e-05"),
-        ((torch.ones(2, 3), None, None, 1e-5, True), ConfigError, "there is no weight"),
+        ((torch.ones(2, 3), None, None, 1e-5, True), ConfigError, "weight is None"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, error, message):
@@ -272,5 +272,5 @@ def test_what_does_not_fit_is_refused(arguments, error, message):
 
 
 def test_torchs_layer_norm_takes_no_16_bits_for_it_rounds_statistics():
-    with pytest.raises(BackendError, match=r"of 16-bit rows torch keeps 16-bit statistics .* can take .*blocked"):
+    with pytest.raises(BackendError, match=r"keeps 16-bit statistics for 16-bit inputs, .* use .*blocked"):
         fused_layer_norm(torch.ones(2, 3, dtype=torch.bfloat16), backend="aten")

@@ -166,32 +166,36 @@ INTERLEAVED = {"rotary_interleaved": True}
     ("changed", "error", "message"),
     [
         ({"t": torch.ones(S, B, A, 8)}, ShapeError, r"t must be \[S, B, A, 9\].*qk_head_dim \+ emb_dim columns; got"),
-        ({"emb_dim": 3}, ShapeError, "columns must be positive, and emb_dim even.*got emb_dim=3, qk_head_dim=5"),
-        ({"qk_head_dim": 0}, ShapeError, "columns must be positive.*got emb_dim=4, qk_head_dim=0"),
+        ({"emb_dim": 3}, ShapeError, "sizes must be positive, and emb_dim even.*got emb_dim=3, qk_head_dim=5"),
+        ({"qk_head_dim": 0}, ShapeError, "sizes must be positive.*got emb_dim=4, qk_head_dim=0"),
         ({"cos": torch.ones(8, 3), "sin": torch.ones(8, 3)}, ShapeError, r"cos must be \[rows, 2\].*got \[8, 3\]"),
         ({"cos": torch.ones(8, 1, 1, 2)}, ShapeError, r"cos and sin must be \[8, 1, 1, 4\].*got \[8, 1, 1, 2\]"),
         (
             {"cos": DISTINCT, "sin": DISTINCT} | INTERLEAVED,
             ConfigError,
-            r"must hold each angle twice.*give \[rows, 2\]",
+            r"must hold each angle twice.*pass \[rows, 2\]",
         ),
         (
             {"cos": SIDE_BY_SIDE, "sin": SIDE_BY_SIDE},
             ConfigError,
-            r"in both halves; this one does not; give \[rows, 2\]",
+            r"in both halves; this one does not; pass \[rows, 2\]",
         ),
         (
             {name: x.to("meta") for name, x in ({"t": torch.ones(S, B, A, K + R)} | FULL).items()} | INTERLEAVED,
             ConfigError,
-            r"or in both halves, .*wait for the device.*give \[rows, 2\]: cos\[:, 0, 0, ::2\]",
+            r"or in both halves; .*synchronize with the device.*pass \[rows, 2\]: cos\[:, 0, 0, ::2\]",
         ),
         ({"cos": torch.ones(8, 2, device="meta")}, ShapeError, "must be on one device.*cos is on meta"),
-        ({"cp_size": 2}, ConfigError, "without cu_seqlens give the position_ids of this rank"),
-        ({"cu_seqlens_q": BORDERS}, ConfigError, r"cu_seqlens says the positions of packed tokens \[T, A, ...\]"),
-        (PACKED, ConfigError, r"packed tokens.*are not known; give cu_seqlens or position_ids"),
-        (PACKED | {"cu_seqlens_q": BORDERS, "position_ids": BORDERS}, ConfigError, "elsewhere give position_ids"),
-        (PACKED | {"position_ids": BORDERS}, ShapeError, r"positions must be int32 or int64 \[6\].*got .* \[2\]"),
-        ({"backend": "aten"}, BackendError, "rope cannot take backend='aten'"),
+        ({"cp_size": 2}, ConfigError, "no effect without cu_seqlens.*the position_ids of this rank"),
+        ({"cu_seqlens_q": BORDERS}, ConfigError, r"cu_seqlens is for packed tokens \[T, A, ...\]"),
+        (PACKED, ConfigError, r"packed tokens.*need positions; pass cu_seqlens or position_ids"),
+        (PACKED | {"cu_seqlens_q": BORDERS, "position_ids": BORDERS}, ConfigError, "position_ids for"),
+        (
+            PACKED | {"position_ids": BORDERS},
+            ShapeError,
+            r"positions must be int32 or int64 with shape \[6\].*got .* \[2\]",
+        ),
+        ({"backend": "aten"}, BackendError, "rope cannot run with backend='aten'"),
     ],
 )
 def test_queries_that_do_not_fit_are_refused(changed, error, message):
@@ -205,11 +209,11 @@ def test_queries_that_do_not_fit_are_refused(changed, error, message):
     ("changed", "error", "message"),
     [
         ({"kv": torch.ones(S, B, A, 8)}, ShapeError, r"kv must be \[S, B, A, 12\].*k_dim \+ v_dim columns; got"),
-        ({"v_dim": 0}, ShapeError, "columns must be positive.*v_dim=0"),
+        ({"v_dim": 0}, ShapeError, "sizes must be positive.*v_dim=0"),
         ({"k_pos_emb": torch.ones(S, B, A, R)}, ShapeError, r"k_pos_emb must be \[4, 2, 1, 4\].*got \[4, 2, 3, 4\]"),
-        ({"k_pos_emb": torch.ones(S, B, 1, R).half()}, ShapeError, "k_pos_emb must be torch.float32, as kv"),
+        ({"k_pos_emb": torch.ones(S, B, 1, R).half()}, ShapeError, "k_pos_emb must be torch.float32, like kv"),
         ({"k_pos_emb": torch.ones(S, B, 1, R, device="meta")}, ShapeError, "must be on one device"),
-        ({"backend": "aten"}, BackendError, "mla_rope_kv cannot take backend='aten'"),
+        ({"backend": "aten"}, BackendError, "mla_rope_kv cannot run with backend='aten'"),
     ],
 )
 def test_keys_and_values_that_do_not_fit_are_refused(changed, error, message):

@@ -101,12 +101,12 @@ def test_ranks_hold_an_early_and_a_late_chunk_of_each_document():
 @pytest.mark.parametrize(
     ("borders", "T", "cp", "error", "message"),
     [
-        ([0, 3], 4, (2, 2), ConfigError, "cp_rank must be one of the 2 ranks from 0; got 2"),
-        ([0], 4, (0, 1), ShapeError, r"the borders of one document or more; got torch.int64 \[1\]"),
+        ([0, 3], 4, (2, 2), ConfigError, r"cp_rank must be at least 0 and below cp_size \(2\); got 2"),
+        ([0], 4, (0, 1), ShapeError, r"the boundaries of at least one document; got torch.int64 \[1\]"),
         ([0, 2.0], 4, (0, 1), ShapeError, r"int32 or int64 \[N\+1\].*got torch.float32 \[2\]"),
-        ([0, 4, 3], 4, (0, 1), ShapeError, r"rise from 0 to at most 4 tokens; got \[0, 4, 3\]"),
-        ([0, 5], 4, (0, 1), ShapeError, r"rise from 0 to at most 4 tokens; got \[0, 5\]"),
-        ([1, 4], 4, (0, 1), ShapeError, r"rise from 0 to at most 4 tokens; got \[1, 4\]"),
+        ([0, 4, 3], 4, (0, 1), ShapeError, r"non-decreasing, from 0 to at most 4 tokens; got \[0, 4, 3\]"),
+        ([0, 5], 4, (0, 1), ShapeError, r"non-decreasing, from 0 to at most 4 tokens; got \[0, 5\]"),
+        ([1, 4], 4, (0, 1), ShapeError, r"non-decreasing, from 0 to at most 4 tokens; got \[1, 4\]"),
         ([0, 4, 10], 8, (0, 2), ShapeError, r"padded to a multiple of 2 \* cp_size = 4 tokens.*lengths \[4, 6\]"),
     ],
 )
@@ -147,7 +147,7 @@ def test_tables_that_require_a_gradient_are_refused_on_every_path(backend, devic
         lambda cos: fusions.fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, 8, 5, 7, backend=backend),
     )
     for call in calls:
-        with pytest.raises(ConfigError, match=r"have no gradient.*pass cos.detach"):
+        with pytest.raises(ConfigError, match=r"must not require grad.*pass cos.detach"):
             call(cos)
         call(cos.detach())
         with torch.no_grad():

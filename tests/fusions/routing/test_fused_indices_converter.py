@@ -95,7 +95,7 @@ INDICES, WEIGHTS = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
             WEIGHTS[:, :2],
             4,
             ShapeError,
-            r"probs_indices must be \[2, 3\], one for each of indices; got \[2, 2",
+            r"probs_indices must be \[2, 3\], one for each entry of indices; got \[2, 2",
         ),
         (INDICES[0], WEIGHTS[0], 4, ShapeError, r"indices must be \[T, K\], .*got \[3\]"),
         (INDICES, WEIGHTS.to("meta"), 4, ShapeError, r"indices is on cpu, probs_indices is on meta"),

@@ -191,13 +191,13 @@ X = torch.randn(2, 8)
             ShapeError,
             r"logits is on cpu, expert_bias is on meta",
         ),
-        ((X, 1), {}, ConfigError, r"softmax over the one expert of topk=1 .*use_pre_softmax=True"),
-        ((X, 2), {"score_function": "sigmoid", "use_pre_softmax": True}, ConfigError, r"is 'sigmoid': leave it out"),
-        ((X, 2), {"num_groups": 2}, ConfigError, r"num_groups and group_topk go together; got 2 and None"),
+        ((X, 1), {}, ConfigError, r"softmax over the single chosen expert of topk=1 .*use_pre_softmax=True"),
+        ((X, 2), {"score_function": "sigmoid", "use_pre_softmax": True}, ConfigError, r"got 'sigmoid'; leave it out"),
+        ((X, 2), {"num_groups": 2}, ConfigError, r"num_groups and group_topk must be set together; got 2 and None"),
         ((X, 2), {"num_groups": 3, "group_topk": 1}, ConfigError, r"num_groups must divide the 8 experts; got 3"),
         ((X, 2), {"num_groups": 4, "group_topk": 5}, ConfigError, r"group_topk must be from 1 to num_groups, 4; got 5"),
         ((X, 3), {"num_groups": 4, "group_topk": 2}, ConfigError, r"topk \(3\) must be a multiple of group_topk \(2\)"),
-        ((X, 6), {"num_groups": 4, "group_topk": 2}, ConfigError, r"2 groups of 2 experts have fewer than topk, 6"),
+        ((X, 6), {"num_groups": 4, "group_topk": 2}, ConfigError, r"topk \(6\) must be at most .* 2 groups of 2"),
     ],
 )
 def test_what_cannot_be_met_is_refused(given, settings, error, message):

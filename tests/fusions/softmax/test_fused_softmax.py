@@ -255,14 +255,14 @@ def test_the_kernel_is_available_for_every_length_and_every_mask_that_fits():
         (
             lambda: masked_softmax(torch.ones(3, 4, 4), window=(-2, 0)),
             ConfigError,
-            r"-1 for all of them; got \(-2, 0\)",
+            r"-1 for no limit; got \(-2, 0\)",
         ),
-        (lambda: masked_softmax(torch.ones(3, 4, 4), window=3), ConfigError, r"-1 for all of them; got 3"),
+        (lambda: masked_softmax(torch.ones(3, 4, 4), window=3), ConfigError, r"-1 for no limit; got 3"),
         (lambda: masked_softmax(torch.ones(3, 4, 4), torch.ones(4, device="meta") > 0), ShapeError, r"on one device"),
         (lambda: masked_softmax(torch.ones(3, 4, 4), backend="aten"), BackendError, r"it has no such path"),
         (lambda: SoftmaxOne(1), ConfigError, r"dim must be -1 or 3.*got 1"),
         (lambda: module(input_in_fp16=True, input_in_bf16=True), ConfigError, r"set one, or neither"),
-        (lambda: module(scale=2.0, softmax_in_fp32=False), ConfigError, r"scale=2.0 needs softmax_in_fp32=True"),
+        (lambda: module(scale=2.0, softmax_in_fp32=False), ConfigError, r"scale=2.0 requires softmax_in_fp32=True"),
         (lambda: module(None), ConfigError, r"attn_mask_type must be one of padding, causal, .*; got None"),
         (lambda: module("Causal"), ConfigError, r"AttnMaskType.causal or as 'causal'; got 'Causal'"),
         (lambda: module(2), ConfigError, r"attn_mask_type must be one of .*; got 2"),
@@ -274,7 +274,7 @@ def test_the_kernel_is_available_for_every_length_and_every_mask_that_fits():
         (
             lambda: module(AttnMaskType.no_mask)(torch.ones(1, 1, 2, 2), torch.ones(2, 2) > 0),
             ConfigError,
-            r"no_mask; pass None, or use arbitrary",
+            r"no_mask; pass None, or use AttnMaskType.arbitrary",
         ),
     ],
 )

@@ -269,7 +269,7 @@ def refusals() -> None:
         context_attention(x(4, 2), x(4, 2), x(4, 2), group, ContextMethod(), packed_seq_params=packed)
     with pytest.raises(ConfigError, match=r"inner \(3\) must divide the 2 ranks of cp"):
         context_attention(x(4, 3), x(4, 3), x(4, 3), group, ContextMethod("two_level", 3))
-    with pytest.raises(ConfigError, match=r"a causal query sees no later key"):
+    with pytest.raises(ConfigError, match=r"window must be \(left, 0\) or \(left, -1\) with causal=True"):
         context_attention(x(4, 2), x(4, 2), x(4, 2), group, ContextMethod(), window=(1, 1))
     with pytest.raises(ShapeError, match=r"splits a row into 4 chunks, .* its length \(6\) must be divisible"):
         context_attention(x(3, 2), x(3, 2), x(3, 2), group, ContextMethod())

@@ -93,7 +93,7 @@ def bias_gelu_back(g: Tensor, bias: Tensor | None, y: Tensor, *, approximate: Ap
     Not differentiable.
     """
     activation = _check(y, bias, approximate)
-    check_shape("g", g, y.shape, "as y")
+    check_shape("g", g, y.shape, "like y")
     return gradient_of(g, y, bias, activation).to(y.dtype)
 
 

@@ -73,8 +73,8 @@ def fused_adamw_(
     _check_settings(lr, betas, eps, weight_decay, step)
     if is_capturing():
         raise ConfigError(
-            f"fused_adamw_ must not be captured in a CUDA graph, whose replays would all be update {step} at the "
-            f"learning rate {lr}; capture forward and backward, and update outside of the graph"
+            f"fused_adamw_ must not be captured in a CUDA graph: every replay would repeat step {step} with learning "
+            f"rate {lr}; capture forward and backward only, and update outside the graph"
         )
     _check_tensors(params, masters, grads, exp_avgs, exp_avg_sqs, grad_scale, found_nonfinite)
     if not weights:
@@ -102,9 +102,9 @@ def _check_settings(lr: float, betas: tuple[float, float], eps: float, weight_de
         if not value >= 0.0:
             raise ConfigError(f"{name} must be 0 or more; got {value}")
     if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ConfigError(f"betas must be two numbers from 0 to below 1; got {betas}")
+        raise ConfigError(f"betas must be two numbers in [0, 1); got {betas}")
     if step < 1:
-        raise ConfigError(f"step must be the number of this update, from 1; got {step}")
+        raise ConfigError(f"step must be the number of this update, counted from 1; got {step}")
 
 
 def _check_tensors(
@@ -124,8 +124,8 @@ def _check_tensors(
         for i, tensor in enumerate(tensors if name in written else ()):
             if not tensor.is_contiguous():
                 raise ShapeError(
-                    f"{name}[{i}] must be contiguous, for it is written as it lies in memory; got strides "
-                    f"{tensor.stride()} of {list(tensor.shape)}; keep it as tensor.contiguous()"
+                    f"{name}[{i}] must be contiguous, because it is updated in place as flat memory; got strides "
+                    f"{tensor.stride()} for shape {list(tensor.shape)}; store it as tensor.contiguous()"
                 )
     if params:
         weights = params if masters is None else masters
@@ -133,31 +133,31 @@ def _check_tensors(
     for name, scalar in {"grad_scale": grad_scale, "found_nonfinite": found_nonfinite}.items():
         if scalar is not None and params and (scalar.numel() != 1 or scalar.device != params[0].device):
             raise ShapeError(
-                f"{name} must be one number on {params[0].device}, where params are; "
-                f"got {list(scalar.shape)} on {scalar.device}"
+                f"{name} must have one element and be on {params[0].device}, like params; "
+                f"got shape {list(scalar.shape)} on {scalar.device}"
             )
 
 
 def _check_list(name: str, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
     if len(tensors) != len(params):
-        raise ShapeError(f"{name} must have a tensor for each of {len(params)} params; got {len(tensors)}")
+        raise ShapeError(f"{name} must have a tensor for each of the {len(params)} params; got {len(tensors)}")
     for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
         if tensor.shape != param.shape:
-            raise ShapeError(f"{name}[{i}] must be {list(param.shape)}, as params[{i}]; got {list(tensor.shape)}")
+            raise ShapeError(f"{name}[{i}] must be {list(param.shape)}, like params[{i}]; got {list(tensor.shape)}")
         if tensor.device != params[0].device:
-            raise ShapeError(f"{name}[{i}] must be on {params[0].device}, as params[0]; got {tensor.device}")
+            raise ShapeError(f"{name}[{i}] must be on {params[0].device}, like params[0]; got {tensor.device}")
         if tensor.dtype != tensors[0].dtype or not tensor.is_floating_point():
             raise ShapeError(
-                f"{name} must be floating and of one dtype (call once for each); got {tensor.dtype} of [{i}], "
-                f"{tensors[0].dtype} of [0]"
+                f"{name} must all have the same floating-point dtype; got {tensor.dtype} for {name}[{i}] and "
+                f"{tensors[0].dtype} for {name}[0]; call fused_adamw_ once per dtype"
             )
 
 
 def _check_dtypes(weights: torch.dtype, without_masters: bool, moments: Mapping[str, Sequence[Tensor]]) -> None:
     if weights not in (torch.float32, torch.float64):
         name = "params" if without_masters else "masters"
-        way_out = "; give masters in float32, or small updates are lost" if without_masters else ""
+        way_out = "; pass float32 masters, otherwise small updates are lost" if without_masters else ""
         raise ShapeError(f"{name} must be float32 or float64; got {weights}{way_out}")
     for name, tensors in moments.items():
         if tensors[0].dtype != weights:
-            raise ShapeError(f"{name} must be {weights}, as the weights; got {tensors[0].dtype}")
+            raise ShapeError(f"{name} must be {weights}, like the weights; got {tensors[0].dtype}")

@@ -134,9 +134,11 @@ def key_range(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     """
     left, right = (-1, -1) if window is None else window
     if left < -1 or right < -1:
-        raise ConfigError(f"window must be (left, right), numbers of keys, or -1 for all of them; got {window}")
+        raise ConfigError(f"window must be (left, right), each a number of keys or -1 for no limit; got {window}")
     if causal and right > 0:
-        raise ConfigError(f"a causal query sees no later key; window must end in 0 or -1, or causal be False: {window}")
+        raise ConfigError(
+            f"window must be (left, 0) or (left, -1) with causal=True; got {window}; pass causal=False for later keys"
+        )
     left = _UNBOUNDED if left == -1 else min(left, _UNBOUNDED)
     return left, 0 if causal else _UNBOUNDED if right == -1 else min(right, _UNBOUNDED)
 
@@ -183,18 +185,18 @@ def _wider(q: Tensor, v: Tensor) -> Tensor:
 
 def _why_not_triton(x: Operand) -> str | None:
     if isinstance(x, Tensor) and x.shape[-1] > WIDEST_HEAD:  # explain() passes no tensor
-        return f"its blocks hold heads of {WIDEST_HEAD} columns, and these have {x.shape[-1]}"
+        return f"its kernels support a head size of at most {WIDEST_HEAD}; got {x.shape[-1]}"
     return None
 
 
 def _why_not_aten(x: Operand) -> str | None:
     if x.device.type != "cpu":
-        return f"torch's kernels on {x.device.type} give the log-sum-exp no gradient"
+        return f"torch's kernels on {x.device.type} have no gradient for the log-sum-exp"
     return why_not_forward_mode()  # torch's CPU kernels are called inside an operator of ours
 
 
 def _why_not_aten_softcap(x: Operand) -> str:
-    return "torch's kernels cap no scores; all S x S of each head are in memory"
+    return "torch's kernels do not support softcap; the full S x S scores of each head are in memory"
 
 
 def _without_aten(fusion: Fusion[Any]) -> Fusion[Any]:
@@ -227,15 +229,15 @@ def _checked_scale(q: Tensor, scale: float | None, softcap: float | None) -> flo
 def _check(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, sink: Tensor | None) -> None:
     check_floating(q=q, k=k, v=v, sink=sink)
     if q.dim() != 4 or q.shape[2] == 0 or q.shape[3] == 0:
-        raise ShapeError(f"q must be [Sq, B, A, D], with a head and columns; got {list(q.shape)}")
+        raise ShapeError(f"q must be [Sq, B, A, D] with A and D at least 1; got {list(q.shape)}")
     if not q.dtype == k.dtype == v.dtype:
-        raise ShapeError(f"q, k and v must be of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+        raise ShapeError(f"q, k and v must have the same dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     _, B, A, D = q.shape
     if k.dim() != 4 or k.shape[2] == 0 or A % k.shape[2]:
-        raise ShapeError(f"k must be [Sk, B, G, D], with G a divisor of the {A} heads of q; got {list(k.shape)}")
-    check_shape("k", k, (k.shape[0], B, k.shape[2], D), "[Sk, B, G, D] with B and D of q")
+        raise ShapeError(f"k must be [Sk, B, G, D], where G divides the {A} heads of q; got {list(k.shape)}")
+    check_shape("k", k, (k.shape[0], B, k.shape[2], D), "[Sk, B, G, D] with the B and D of q")
     if v.dim() != 4 or v.shape[3] == 0 or v.shape[:3] != k.shape[:3]:
-        raise ShapeError(f"v must be {[*k.shape[:3], 'Dv']}, as k, with columns; got {list(v.shape)}")
+        raise ShapeError(f"v must be {[*k.shape[:3], 'Dv']}, like k, with Dv at least 1; got {list(v.shape)}")
     check_shape("sink", sink, (A,), "one for each head of q")
     if packed is not None:
         _check_documents(packed, q, k, v)
@@ -248,8 +250,10 @@ def _check_documents(packed: PackedSeqParams, q: Tensor, k: Tensor, v: Tensor) -
     follows_cache = Sq < Sk <= packed.seq_length or Sq == Sk < packed.seq_length
     if packed.batch_size != B or not (Sq == Sk == packed.seq_length or follows_cache):
         raise ShapeError(
-            f"packed_seq_params of {packed.batch_size} rows of {packed.seq_length} tokens must be those of q and k; "
+            f"q and k must match packed_seq_params, {packed.batch_size} rows of {packed.seq_length} tokens; "
             f"got q {list(q.shape)} and k {list(k.shape)}"
         )
     if follows_cache and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ShapeError("queries after a cache in rows of documents have no gradient; call this under torch.no_grad()")
+        raise ShapeError(
+            "queries that follow a KV cache have no gradient in packed rows; call this under torch.no_grad()"
+        )

@@ -98,7 +98,7 @@ def _within_documents(tile: _Tile, bounds: Tensor, right: int, dtype: torch.dtyp
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack[Seen]) -> tuple[Tensor, Tensor]:
     bounds, scale, softcap, left, right = seen
-    assert softcap is None, "torch's kernels cap no scores, and the path declines such a call"
+    assert softcap is None, "torch's kernels do not support softcap; Fusion.path should have refused this call"
     (Sq, B, A, D), Dv, dtype = q.shape, v.shape[-1], q.dtype
     q, k, v = (_heads_first(x, max(D, Dv)) for x in (q, k, v))
     tiles = _tiles(q, k, bounds, left, right)

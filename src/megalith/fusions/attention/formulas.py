@@ -215,7 +215,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     """
     check_floating(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     check_one_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    check_shape("out_b", out_b, out_a.shape, "as out_a")
+    check_shape("out_b", out_b, out_a.shape, "like out_a")
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         _check_lse(name, lse, out_a)
     acc = wide(out_a.dtype)

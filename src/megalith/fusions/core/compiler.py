@@ -36,8 +36,8 @@ def why_not_compile() -> str | None:
         return reason
     if not compiler_is_watched():  # otherwise its watcher reports the wait
         log.warning(
-            "compiling fused operations for this CPU as they are first called, seconds each; torch's cache keeps them "
-            "for later runs (use('blocked') or TORCH_COMPILE_DISABLE=1 does without)"
+            "compiling fused operations for this CPU on their first calls, a few seconds each; torch caches them for "
+            "later runs (use('blocked') or TORCH_COMPILE_DISABLE=1 avoids it)"
         )
     try:
         _build()

@@ -87,7 +87,7 @@ class Fusion(Generic[Path]):
         if chosen != self.whole and (reason := self.why_not(chosen, x)):
             able = [path for path in self.paths if path != chosen and not self.why_not(path, x, builds=False)]
             raise BackendError(
-                f"{self.name} cannot take backend={chosen!r}: {reason}; here it can take {' or '.join(able)}"
+                f"{self.name} cannot run with backend={chosen!r}: {reason}; use {' or '.join(able)} instead"
             )
         return self.paths[chosen]
 
@@ -131,7 +131,7 @@ class Fusion(Generic[Path]):
         if fitting:
             return fitting[-1]
         if not torch.compiler.is_compiling():  # torch.compile cannot trace the log call
-            _tell(f"{self.name} takes its reference, in plain torch: {self._limit(ranked[-1], x)}")
+            _tell(f"{self.name} falls back to its reference in plain torch: {self._limit(ranked[-1], x)}")
         return "reference"
 
     def why_not(self, backend: Backend, x: Operand, *, builds: bool = True) -> str | None:
@@ -172,7 +172,7 @@ def _why_not_triton(x: Operand) -> str | None:
     if not has_triton():
         return "triton is not installed (pip install 'megalith[triton]')"
     if x.dtype == torch.float64:
-        return "kernels compute in float32, and the input is float64"
+        return "its kernels compute in float32, but the input is float64"
     if x.device.type != "cuda" and not triton_interprets():
         return f"the input is on {x.device.type}, and TRITON_INTERPRET=1 was not set when megalith was imported"
     return None

@@ -45,7 +45,7 @@ def mask_operands(key: DropoutKey | None, x: Tensor) -> tuple[Tensor, Tensor | N
     if key.tokens.shape != x.shape[:-1] or key.tokens.device != x.device:
         raise ShapeError(
             f"the key must have one token id for each row of x, {list(x.shape[:-1])} on {x.device}; "
-            f"got {list(key.tokens.shape)} on {key.tokens.device}; give DropoutKey the ids of these rows"
+            f"got {list(key.tokens.shape)} on {key.tokens.device}; pass the ids of these rows to DropoutKey"
         )
     pack = _pack_traced if torch.compiler.is_compiling() else _pack
     return pack(key.seed, key.step, key.tokens), key.tokens.reshape(-1), key.site

@@ -27,12 +27,12 @@ def explain(device: str | torch.device | None = None, dtype: torch.dtype = torch
     ``device`` defaults to "cuda" if available, else "cpu". Nothing is computed on it.
     """
     x = _Asked(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), dtype)
-    rows = [("operation", "path", "because", "could also take")]
+    rows = [("operation", "path", "because", "alternatives")]
     for _, fusion in sorted(FUSIONS.items()):
         preferred, chosen = chosen_by_use(), fusion.choose(x)
-        because = "use(...)" if preferred == chosen else f"the table for {x.device.type}"
+        because = "use(...)" if preferred == chosen else f"default for {x.device.type}"
         if preferred is not None and preferred != chosen:
-            because += f"; it cannot take {preferred!r}: {fusion.why_not(preferred, x)}"
+            because += f"; {preferred!r} is not available: {fusion.why_not(preferred, x)}"
         if reason := fusion.why_not(chosen, x):
             because += f", but {reason}"
         others = [path for path in fusion.paths if path != chosen and not fusion.why_not(path, x)]

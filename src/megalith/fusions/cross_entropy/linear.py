@@ -104,7 +104,7 @@ def _whole_rows(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: boo
     if not sequence_parallel:
         return x.shape[:-1]
     if x.dim() < 2:
-        raise ShapeError(f"under sequence_parallel x must be [S/tp, ..., H]; got {list(x.shape)}: give it a dimension")
+        raise ShapeError(f"with sequence_parallel, x must be [S/tp, ..., H]; got {list(x.shape)}; add a dimension")
     return torch.Size((x.shape[0] * (1 if tp_group is None else tp_group.size()), *x.shape[1:-1]))
 
 
@@ -149,6 +149,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | Non
     check_shape("bias", bias, weight.shape[:1], "one for each row of weight")
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None and given.dtype != x.dtype:
-            raise ShapeError(f"{name} must be {x.dtype}, as x; got {given.dtype}: cast one of them")
+            raise ShapeError(f"{name} must be {x.dtype}, like x; got {given.dtype}; cast one of them")
     if chunk_size is not None and chunk_size < 1:
         raise ConfigError(f"chunk_size must be 1 token or more, or None; got {chunk_size}")

@@ -91,12 +91,12 @@ def part_of_rank(
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError(f"vocab_size must be positive, or None for all columns; got {vocab_size}")
     if vocab_size is None and num_columns == 0:
-        raise ShapeError("the vocabulary must have a word; got 0 columns of logits, and no vocab_size")
+        raise ShapeError("the vocabulary must not be empty; got 0 columns of logits and no vocab_size")
     size, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
     if vocab_start is None:
         start = _start_of_rank(num_columns, size, rank, vocab_size)
     elif vocab_size is None:
-        raise ConfigError("vocab_start says where a part of the vocabulary begins; give vocab_size, its whole, too")
+        raise ConfigError("vocab_start requires vocab_size, the size of the whole vocabulary; pass it too")
     elif vocab_start < 0:
         raise ConfigError(f"vocab_start must be 0 or more; got {vocab_start}")
     else:
@@ -124,7 +124,7 @@ def terms_of(label_smoothing: float, smoothing: Smoothing, z_loss: float, vocab_
     share = float(label_smoothing)
     if smoothing == "nemo" and share:
         if vocab_size == 1:
-            raise ConfigError("nemo smoothing spreads over all words but the target; with vocab_size=1 there are none")
+            raise ConfigError("smoothing='nemo' needs vocabulary entries besides the target; got vocab_size=1")
         share *= vocab_size / (vocab_size - 1)
     return Terms(share, float(z_loss))
 
@@ -132,7 +132,7 @@ def terms_of(label_smoothing: float, smoothing: Smoothing, z_loss: float, vocab_
 def check_target(target: Tensor, shape: torch.Size, of: str) -> None:
     """Raises ShapeError unless ``target`` is int64 with ``shape``, the shape of ``of`` without its last dimension."""
     if target.dtype != torch.int64:
-        raise ShapeError(f"target must be int64; got {target.dtype}: target.long() makes it so")
+        raise ShapeError(f"target must be int64; got {target.dtype}; use target.long()")
     if target.shape != shape:
         raise ShapeError(f"target must be {list(shape)}, one for each row of {of}; got {list(target.shape)}")
 
@@ -144,8 +144,8 @@ def _start_of_rank(num_columns: int, size: int, rank: int, vocab_size: int | Non
     start = min(rank * longest, vocab_size)
     if num_columns != min(longest, vocab_size - start):
         raise ShapeError(
-            f"rank {rank} of {size} holds {num_columns} columns of {vocab_size} words; it must hold "
-            f"{min(longest, vocab_size - start)}, its part by torch.chunk, or all ranks equally many, padded to "
-            f"{longest} or more; for another split give vocab_start"
+            f"rank {rank} of {size} has {num_columns} columns of a vocabulary of {vocab_size}; it must have "
+            f"{min(longest, vocab_size - start)}, its part by torch.chunk, or all ranks must have the same number, "
+            f"padded to {longest} or more; for any other split pass vocab_start"
         )
     return start

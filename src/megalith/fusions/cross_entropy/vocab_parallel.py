@@ -88,7 +88,7 @@ def fused_vocab_parallel_cross_entropy(
     check_floating(vocab_parallel_logits=vocab_parallel_logits)
     check_one_device(vocab_parallel_logits=vocab_parallel_logits, target=target)
     if vocab_parallel_logits.dim() == 0:
-        raise ShapeError("vocab_parallel_logits must be [..., V/tp], a logit for each word; got []")
+        raise ShapeError("vocab_parallel_logits must be [..., V/tp], one logit per vocabulary entry; got []")
     check_target(target, vocab_parallel_logits.shape[:-1], "vocab_parallel_logits")
     num_columns = vocab_parallel_logits.shape[-1]
     part = part_of_rank(num_columns, tp_group, vocab_size, vocab_start, softcap, ignore_index)

@@ -69,10 +69,10 @@ class _Sizes(NamedTuple):
 
 def _why_not_aten(x: Operand) -> str | None:
     if x.dtype not in _ATEN_DTYPES:
-        return f"torch's operator takes float32, bfloat16 and float16, and these are {x.dtype}"
+        return f"torch's operator supports float32, bfloat16 and float16; got {x.dtype}"
     if isinstance(x, _Sizes) and any(size * x.dtype.itemsize % _ATEN_BYTES for size in (x.H, x.F)):
         columns = _ATEN_BYTES // x.dtype.itemsize
-        return f"torch's operator takes H and F in multiples of {columns} columns, and these are {x.H} and {x.F}"
+        return f"torch's operator requires H and F to be multiples of {columns}; got {x.H} and {x.F}"
     return why_not_forward_mode()  # torch's operator is called inside an operator of ours
 
 
@@ -100,9 +100,9 @@ def _check(x: Tensor, weight: Tensor, rows_per_expert: Tensor) -> None:
     check_one_device(x=x, weight=weight, rows_per_expert=rows_per_expert)
     if x.dim() != 2 or weight.dim() != 3 or weight.shape[0] == 0 or weight.shape[2] != x.shape[1]:
         shapes = f"{list(x.shape)} and {list(weight.shape)}"
-        raise ShapeError(f"x must be [R, H] and weight [E, F, H], with the same H and an expert; got {shapes}")
+        raise ShapeError(f"x must be [R, H] and weight [E, F, H], with the same H and E at least 1; got {shapes}")
     if weight.dtype != x.dtype:
-        raise ShapeError(f"weight must be {x.dtype}, as x; got {weight.dtype}: cast one of them")
+        raise ShapeError(f"weight must be {x.dtype}, like x; got {weight.dtype}; cast one of them")
     check_shape("rows_per_expert", rows_per_expert, weight.shape[:1], "one for each expert of weight")
     if rows_per_expert.dtype != torch.int32:
-        raise ShapeError(f"rows_per_expert must be int32, as row_map makes it; got {rows_per_expert.dtype}")
+        raise ShapeError(f"rows_per_expert must be int32, as returned by row_map; got {rows_per_expert.dtype}")

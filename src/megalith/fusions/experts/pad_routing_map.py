@@ -40,7 +40,7 @@ def fused_pad_routing_map(routing_map: Tensor, pad_multiple: int, *, backend: Ba
     if pad_multiple < 1:
         raise ConfigError(f"pad_multiple must be 1 or more tokens; got {pad_multiple}")
     if routing_map.is_floating_point() or routing_map.is_complex():
-        raise ShapeError(f"routing_map must be bool or of integers; got {routing_map.dtype}")
+        raise ShapeError(f"routing_map must be bool or an integer dtype; got {routing_map.dtype}")
     if routing_map.dim() != 2:
         raise ShapeError(f"routing_map must be [T, E], a row for each token; got {list(routing_map.shape)}")
     return FUSION.path(routing_map, backend)(routing_map, pad_multiple)

@@ -74,7 +74,7 @@ def permute(
     check_one_device(tokens=tokens, routing_map=routing_map, probs=probs)
     if tokens.dim() < 2 or routing_map.dim() == 0 or tokens.shape[:-1].numel() != routing_map.shape[0]:
         shapes = f"tokens {list(tokens.shape)} and routing_map {list(routing_map.shape)}"
-        raise ShapeError(f"tokens [..., H] must be one for each row of routing_map; got {shapes}")
+        raise ShapeError(f"tokens must be [..., H], one for each row of routing_map; got {shapes}")
     check_shape("probs", probs, routing_map.shape, "one for each entry of routing_map")
     rows = row_map(routing_map, num_out_tokens, num_experts=num_experts, pad_multiple=pad_multiple, backend=backend)
     permuted, weights = permute_by(tokens, rows, probs, backend=backend)
@@ -102,7 +102,9 @@ def permute_by(
     check_floating(tokens=tokens, probs=probs)
     check_one_device(tokens=tokens, row_map=row_map.row_of, probs=probs)
     if tokens.dim() < 2 or tokens.shape[:-1].numel() != len(row_map.row_of):
-        raise ShapeError(f"tokens [..., H] must be the {len(row_map.row_of)} of row_map; got {list(tokens.shape)}")
+        raise ShapeError(
+            f"tokens must be [..., H], the {len(row_map.row_of)} tokens of row_map; got {list(tokens.shape)}"
+        )
     check_shape("probs", probs, row_map.row_of.shape, "one for each slot of row_map")
     compute = PERMUTE_FUSION.path(tokens, backend)
     permuted, weights = compute(as_rows(tokens), probs, row_map.row_of, row_map.token_of)
@@ -138,13 +140,13 @@ def unpermute(
     check_floating(permuted_tokens=permuted_tokens, probs=probs)
     check_one_device(permuted_tokens=permuted_tokens, row_map=row_of, probs=probs)
     if permuted_tokens.dim() != 2 or len(permuted_tokens) != len(token_of):
-        wanted = f"[{len(token_of)}, H], a row for each of row_map"
+        wanted = f"[{len(token_of)}, H], one row for each row of row_map"
         raise ShapeError(f"permuted_tokens must be {wanted}; got {list(permuted_tokens.shape)}")
     check_shape("probs", probs, row_of.shape, "one for each slot of row_map")
     shape = [len(row_of), permuted_tokens.shape[1]] if restore_shape is None else list(restore_shape)
     if not shape or [math.prod(shape[:-1]), shape[-1]] != [len(row_of), permuted_tokens.shape[1]]:
         raise ShapeError(
-            f"restore_shape must be {len(row_of)} tokens of {permuted_tokens.shape[1]} columns; got {shape}"
+            f"restore_shape must hold {len(row_of)} tokens of {permuted_tokens.shape[1]} columns; got {shape}"
         )
     return UNPERMUTE_FUSION.path(permuted_tokens, backend)(permuted_tokens, probs, row_of, token_of).view(shape)
 

@@ -99,9 +99,9 @@ def _check(routing_map: Tensor, num_out_tokens: int | None, num_experts: int | N
         raise ConfigError(f"num_out_tokens must be 0 or more rows, or None to count them; got {num_out_tokens}")
     if routing_map.dtype == torch.bool:
         if num_experts is not None:
-            raise ConfigError("num_experts is for indices; a bool routing_map says it by its width")
+            raise ConfigError("num_experts is only for indices; leave it out for a bool routing_map [T, E]")
         return routing_map.shape[1]
     check_indices(routing_map=routing_map)
     if num_experts is None or num_experts < 1:
-        raise ConfigError(f"indices need num_experts, 1 or more; got {num_experts} (a map must be bool)")
+        raise ConfigError(f"num_experts must be 1 or more for indices; got {num_experts} (a routing map must be bool)")
     return num_experts

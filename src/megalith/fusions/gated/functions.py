@@ -16,8 +16,8 @@ from megalith.fusions.gated.glu_float8 import FUSION as GLU_FLOAT8
 __all__ = ["REFUSED_OFFLOAD", "backward", "forward"]
 
 REFUSED_OFFLOAD = (
-    "cpu_offload_input moves what autograd saves, which torch.compile cannot trace; leave it out there, "
-    "or keep the call out of the graph with torch.compiler.disable"
+    "cpu_offload_input moves saved tensors to the CPU, which torch.compile cannot trace; leave it off under "
+    "torch.compile, or keep the call out of the graph with torch.compiler.disable"
 )
 
 

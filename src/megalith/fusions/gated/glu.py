@@ -102,7 +102,7 @@ def back(
 ) -> tuple[Tensor, Up, Bias, Weights]:
     """``glu_back`` with types that relate each gradient to its operand."""
     check(x, up, bias, weights, gating.interleaved)
-    check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "as the output")
+    check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "like the output")
     dx, dup, dbias, dw = reference_back(as_rows(dy), as_rows(x), _rows(up), bias, _rows(weights), *gating)
     return (
         dx.view(x.shape),
@@ -152,10 +152,10 @@ def check(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | N
     check_floating(x=x, up=up, bias=bias, weights=weights)
     check_one_device(x=x, up=up, bias=bias, weights=weights)
     if x.dim() == 0 or (up is None and x.shape[-1] % 2):
-        raise ShapeError(f"x must be [..., 2F], gate and up, or come with up [..., F]; got {list(x.shape)}")
+        raise ShapeError(f"x must be [..., 2F], gate and up packed, or [..., F] with up [..., F]; got {list(x.shape)}")
     if up is not None and interleaved:
-        raise ConfigError("interleaved is about a packed x; with up given there is nothing to interleave")
-    check_shape("up", up, x.shape, "as the gate x")
+        raise ConfigError("interleaved applies only to a packed x; leave it out when up is given")
+    check_shape("up", up, x.shape, "like the gate x")
     check_shape("bias", bias, (x.shape[-1] * (1 if up is None else 2),), "one for each column of gate and up")
     if weights is not None:
         check_shape("weights", weights, (*x.shape[:-1], 1), f"one for each token of x {list(x.shape)}")

@@ -51,7 +51,7 @@ def glu_float8(
     gating = Gating.of(activation, offset, clamp, interleaved)
     check(x, None, bias, weights, interleaved)
     if reason := why_not_forward_mode():
-        raise BackendError(f"glu_float8 is our own operator on every path, and {reason}; take glu, in full precision")
+        raise BackendError(f"glu_float8 is a custom operator on every path, and {reason}; use glu, in full precision")
     compute = FUSION.path(x, backend)
     y, _, _ = compute(as_rows(x), bias, None if weights is None else as_rows(weights), *gating)
     return in_shape(y, (*x.shape[:-1], y.shape[-1]))

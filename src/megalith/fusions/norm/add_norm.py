@@ -73,7 +73,7 @@ def fused_add_norm(
     check(x, weight, bias, eps, normalization, zero_centered)
     check_floating(residual=residual, input_bias=input_bias)
     check_one_device(x=x, residual=residual, input_bias=input_bias)
-    check_shape("residual", residual, x.shape, "as x")
+    check_shape("residual", residual, x.shape, "like x")
     check_shape("input_bias", input_bias, x.shape[-1:], "one for each feature of x")
     compute = FUSION.path(residual if residual.dtype == torch.float64 else x, backend)
     p = 0.0 if dropout is None else float(dropout.p)

@@ -124,13 +124,13 @@ class _FusedNorm(nn.Module):
         persists = _setting(config, "persist_layer_norm", "persist_layer_norm", persist_layer_norm, None)
         if persists and hidden_size > WIDEST_WHOLE_ROW:
             raise ConfigError(
-                f"persist_layer_norm keeps a row in registers, and they hold {WIDEST_WHOLE_ROW} of hidden_size "
-                f"{hidden_size}; give persist_layer_norm=False, which reads a row in tiles"
+                f"persist_layer_norm keeps a row in registers, which hold at most {WIDEST_WHOLE_ROW} columns; got "
+                f"hidden_size={hidden_size}; use persist_layer_norm=False, which reads a row in tiles"
             )
         if getattr(config, "memory_efficient_layer_norm", False):
             raise ConfigError(
-                "memory_efficient_layer_norm finds the input again by dividing the output by the gain, which may be 0; "
-                "leave it off, and recompute the norm to save as much"
+                "memory_efficient_layer_norm recovers the input by dividing the output by the gain, which may be 0; "
+                "leave it off, and recompute the norm to save the same memory"
             )
         self.hidden_size, self.eps = hidden_size, eps
         self.zero_centered_gamma = _setting(
@@ -224,14 +224,14 @@ def _setting(config: object, attribute: str, argument: str, given: bool | None, 
     """Returns the value in ``config``, else ``given``. Raises ConfigError if a non-default ``given`` contradicts it."""
     asked = bool(getattr(config, attribute, given))
     if given not in (default, asked):
-        raise ConfigError(f"{argument}={given} contradicts config.{attribute}={asked}; say it in one of the two places")
+        raise ConfigError(f"{argument}={given} contradicts config.{attribute}={asked}; set only one of them")
     return asked
 
 
 def _check_normalization(config: object, given: str, wanted: Normalization, other: str) -> None:
     for asked in (given, getattr(config, "normalization", wanted)):
         if asked != wanted:
-            raise ConfigError(f"normalization must be {wanted!r} here; got {asked!r}; take {other}")
+            raise ConfigError(f"normalization must be {wanted!r} here; got {asked!r}; use {other}")
 
 
 def _torch_rms_norm(
@@ -260,7 +260,9 @@ _OF_ANY_SHAPE = (_torch_rms_norm, _torch_layer_norm, reference)  # these take [.
 def _why_not_torch_layer_norm(x: Operand) -> str | None:
     if x.dtype == wide(x.dtype):
         return None
-    return "of 16-bit rows torch keeps 16-bit statistics on a CPU, and rounds what it adds up for the gain"
+    return (
+        "torch's CPU kernel keeps 16-bit statistics for 16-bit inputs, and rounds partial sums of the gain's gradient"
+    )
 
 
 LAYER_NORM_FUSION = registered(

@@ -67,9 +67,11 @@ def check(
     if normalization not in ("LayerNorm", "RMSNorm"):
         raise ConfigError(f"normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}")
     if normalization == "RMSNorm" and bias is not None:
-        raise ConfigError("RMSNorm has no bias; leave it out, or take normalization='LayerNorm'")
+        raise ConfigError("RMSNorm has no bias; leave it out, or use normalization='LayerNorm'")
     if zero_centered and weight is None:
-        raise ConfigError("zero_centered makes the gain 1 + weight, and there is no weight; give one, or take False")
+        raise ConfigError(
+            "zero_centered makes the gain 1 + weight, but weight is None; pass a weight, or zero_centered=False"
+        )
     if not eps >= 0.0:
         raise ConfigError(f"eps must be 0 or more; got {eps}")
     check_floating(x=x, weight=weight, bias=bias)

@@ -111,5 +111,5 @@ def _check(x: Tensor, kind: str, dtype: torch.dtype | None, transpose: bool) -> 
         sizes = {"columns": x.shape[-1], **({"rows": x.shape[:-1].numel()} if transpose else {})}
         for name, size in sizes.items():
             if size % 2:
-                raise ShapeError(f"x must have an even number of {name}, two to a byte of nvfp4; got {list(x.shape)}")
+                raise ShapeError(f"x must have an even number of {name} for nvfp4, two per byte; got {list(x.shape)}")
     return dtype or choices[0]

@@ -117,11 +117,13 @@ FUSION = registered(Fusion("bias_dropout_add", _PATHS, defaults={"cuda": ("trito
 
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, feature_offset: int) -> None:
     if not 0.0 <= prob < 1.0:
-        raise ConfigError(f"prob must be in [0, 1), the share of elements to drop; got {prob}")
+        raise ConfigError(f"prob must be in [0, 1), the fraction of elements to drop; got {prob}")
     if feature_offset < 0:
-        raise ConfigError(f"feature_offset must be 0 or more, where this rank's features begin; got {feature_offset}")
+        raise ConfigError(
+            f"feature_offset must be 0 or more, the index of this rank's first feature; got {feature_offset}"
+        )
     check_floating(x=x, bias=bias, residual=residual)
     check_one_device(x=x, bias=bias, residual=residual)
     check_rows("x", x, "H")
-    check_shape("residual", residual, x.shape, "as x")
+    check_shape("residual", residual, x.shape, "like x")
     check_shape("bias", bias, x.shape[-1:], "one for each feature of x")

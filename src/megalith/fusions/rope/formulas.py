@@ -212,7 +212,7 @@ def _rotate_rows(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation,
 
 def _rotate_and_normalize_back(heads: Heads, table: Tables, back: Rotation, dx: Tensor, dweight: Tensor) -> None:
     dy, x, weight, rstd = heads
-    assert weight is not None, "asked for normalised heads only"
+    assert weight is not None, "called for normalized heads only"
     total = dweight.zero_().to(wide(dy.dtype))
 
     def formula(dy: Tensor, x: Tensor, rstd: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:

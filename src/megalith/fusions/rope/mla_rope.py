@@ -293,8 +293,8 @@ def _check_queries(t: Tensor, cos: Tensor, sin: Tensor, qk_head_dim: int, emb_di
 def _refuse_interleaved_tables(rotary_interleaved: bool) -> None:
     if rotary_interleaved:
         raise ConfigError(
-            "rotary_interleaved=True has no meaning here, and Megatron refuses it too; remove_interleaving=True writes "
-            "pairs where they were read, and tables whose angles stand side by side are for fused_apply_mla_rope_for_q "
+            "rotary_interleaved=True is not supported here, as in Megatron; to write pairs where they were read, use "
+            "remove_interleaving=True; for tables with each angle in adjacent columns, use fused_apply_mla_rope_for_q "
             "and fused_apply_mla_rope_for_kv"
         )
 
@@ -320,7 +320,9 @@ def _check_keys_and_values(
     check_heads("kv", kv, {"k_dim": k_dim, "v_dim": v_dim}, emb_dim)
     check_shape("k_pos_emb", k_pos_emb, (*kv.shape[:-2], 1, emb_dim), f"one for each token of kv {list(kv.shape)}")
     if k_pos_emb.dtype != kv.dtype:
-        raise ShapeError(f"k_pos_emb must be {kv.dtype}, as kv: both are parts of a key; got {k_pos_emb.dtype}")
+        raise ShapeError(
+            f"k_pos_emb must be {kv.dtype}, like kv, because both are parts of a key; got {k_pos_emb.dtype}"
+        )
     check_one_device(kv=kv, k_pos_emb=k_pos_emb)
 
 

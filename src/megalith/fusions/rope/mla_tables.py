@@ -28,11 +28,11 @@ def check_heads(name: str, x: Tensor, columns: Mapping[str, int], emb_dim: int) 
     """Raises ShapeError unless heads have the named columns and ``emb_dim`` is even and positive."""
     if emb_dim % 2 or min(emb_dim, *columns.values()) <= 0:
         given = ", ".join(f"{key}={value}" for key, value in ({"emb_dim": emb_dim} | dict(columns)).items())
-        raise ShapeError(f"columns must be positive, and emb_dim even, as features are rotated in pairs; got {given}")
+        raise ShapeError(f"sizes must be positive, and emb_dim even because features rotate in pairs; got {given}")
     D = sum(columns.values())
     if x.dim() not in (3, 4) or x.shape[-1] != D:
         wanted = " + ".join(columns)
-        raise ShapeError(f"{name} must be [S, B, A, {D}] or [T, A, {D}], {wanted} columns; got {list(x.shape)}")
+        raise ShapeError(f"{name} must be [S, B, A, {D}] or [T, A, {D}], with {wanted} columns; got {list(x.shape)}")
 
 
 def mla_tables(
@@ -46,12 +46,15 @@ def mla_tables(
     check_one_device(**{"the heads": x, "cos": cos, "sin": sin, "position_ids": position_ids, "cu_seqlens": cu_seqlens})
     if cu_seqlens is None and (cp_rank, cp_size) != (0, 1):
         raise ConfigError(
-            "cp_rank and cp_size say where documents are cut; without cu_seqlens give the position_ids of this rank"
+            "cp_rank and cp_size have no effect without cu_seqlens; pass cu_seqlens, or the position_ids of this rank"
         )
     if cu_seqlens is not None and (position_ids is not None or x.dim() == 4):
-        raise ConfigError("cu_seqlens says the positions of packed tokens [T, A, ...]; elsewhere give position_ids")
+        raise ConfigError(
+            "cu_seqlens is for packed tokens [T, A, ...] without position_ids; pass one of the two, and position_ids "
+            "for [S, B, A, ...]"
+        )
     if cu_seqlens is None and position_ids is None and x.dim() == 3:
-        raise ConfigError("the positions of packed tokens [T, A, ...] are not known; give cu_seqlens or position_ids")
+        raise ConfigError("packed tokens [T, A, ...] need positions; pass cu_seqlens or position_ids")
     if cu_seqlens is not None:
         position_ids = positions_from_cu_seqlens(cu_seqlens, len(x), cp_rank, cp_size)
     cos, sin = (_half(table, emb_dim, rotary_interleaved) for table in (cos, sin))
@@ -62,7 +65,7 @@ def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
     """[rows, R/2] from a table [rows, 1, 1, R] that holds each angle twice; other tables unchanged."""
     if table.dim() != 4:
         return table
-    check_shape("cos and sin", table, (len(table), 1, 1, emb_dim), "rows of emb_dim, or [rows, emb_dim/2]")
+    check_shape("cos and sin", table, (len(table), 1, 1, emb_dim), "[rows, 1, 1, emb_dim], or else [rows, emb_dim/2]")
     rows = table[:, 0, 0]
     first_half, even = rows[:, : emb_dim // 2], rows[:, ::2]
     unread = table.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(table, FakeTensor)
@@ -71,22 +74,23 @@ def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
         if unread or in_halves:
             return first_half
         raise ConfigError(
-            f"without rotary_interleaved a table [rows, 1, 1, {emb_dim}] must hold each angle in both halves; this one "
-            f"does not; give [rows, {emb_dim // 2}], a column for each pair, or rotary_interleaved=True for pairs side "
-            "by side"
+            f"without rotary_interleaved a table [rows, 1, 1, {emb_dim}] must repeat each angle in both halves; this "
+            f"one does not; pass [rows, {emb_dim // 2}], one column per pair, or rotary_interleaved=True for adjacent "
+            "pairs"
         )
     # here Megatron's RotaryEmbedding repeats angles in adjacent columns, its YarnRotaryEmbedding in both halves
     if unread:
         raise ConfigError(
-            f"with rotary_interleaved the angles of a table [rows, 1, 1, {emb_dim}] stand side by side or in both "
-            f"halves, and the host would have to wait for the device to see it; give [rows, {emb_dim // 2}]: "
-            f"cos[:, 0, 0, ::2] if side by side, cos[:, 0, 0, :{emb_dim // 2}] if in both halves, as those of YaRN"
+            f"with rotary_interleaved a table [rows, 1, 1, {emb_dim}] may repeat each angle in adjacent columns or in "
+            f"both halves; reading its values to tell would synchronize with the device, or break torch.compile; pass "
+            f"[rows, {emb_dim // 2}]: cos[:, 0, 0, ::2] if in adjacent columns, or "
+            f"cos[:, 0, 0, :{emb_dim // 2}] if in both halves, as for YaRN"
         )
     if torch.equal(even, rows[:, 1::2]):
         return even
     if in_halves:
         return first_half
     raise ConfigError(
-        f"a table [rows, 1, 1, {emb_dim}] must hold each angle twice, side by side or in both halves; this one does "
-        f"not; give [rows, {emb_dim // 2}], a column for each pair"
+        f"a table [rows, 1, 1, {emb_dim}] must hold each angle twice, in adjacent columns or in both halves; this one "
+        f"does not; pass [rows, {emb_dim // 2}], one column per pair"
     )

@@ -118,20 +118,22 @@ def _check(
     check_layout(how.layout)
     check_floating(q=q, k=k, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
     if q.dim() not in (3, 4):
-        raise ShapeError(f"q must be [S, B, A, D], or [T, A, D] of packed documents; got {list(q.shape)}")
+        raise ShapeError(f"q must be [S, B, A, D], or [T, A, D] for packed documents; got {list(q.shape)}")
     D = q.shape[-1]
     if R % 2 or not 0 < R <= D:
-        raise ShapeError(f"rotary_dim must be even, and of the {D} features of a head; got {R}")
+        raise ShapeError(f"rotary_dim must be even, positive and at most the head size {D}; got {R}")
     if k is not None:
-        check_shape("k", k, (*q.shape[:-2], k.shape[-2] if k.dim() > 1 else 0, D), "the tokens and head size of q")
+        check_shape("k", k, (*q.shape[:-2], k.shape[-2] if k.dim() > 1 else 0, D), "with the tokens and head size of q")
     check_shape("q_norm_weight", q_norm_weight, (D,), "one for each feature of a head")
     check_shape("k_norm_weight", k_norm_weight, (D,), "one for each feature of a head")
     if k is None and k_norm_weight is not None:
         raise ConfigError("k_norm_weight has no effect without k; leave it out")
     if q_norm_weight is None and k_norm_weight is None:
         if how.zero_centered:
-            raise ConfigError("zero_centered is about q_norm_weight and k_norm_weight; without them leave it out")
+            raise ConfigError("zero_centered has no effect without q_norm_weight or k_norm_weight; leave it out")
     elif how.inverse:
-        raise ConfigError("inverse undoes a rotation, and a norm has no inverse; leave one of them out")
+        raise ConfigError("inverse cannot be combined with QK norm, which has no inverse; leave one of them out")
     if how.sections and (len(how.sections) != 3 or min(how.sections) < 0 or sum(how.sections) != R // 2):
-        raise ConfigError(f"sections must be three numbers of pairs, {R // 2} together; got {tuple(how.sections)}")
+        raise ConfigError(
+            f"sections must be three non-negative numbers of pairs that sum to {R // 2}; got {tuple(how.sections)}"
+        )

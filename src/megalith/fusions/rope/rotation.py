@@ -100,29 +100,31 @@ def tables(
     """
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         # only the reference would compute it
-        raise ConfigError("cos and sin have no gradient, and one of them requires it; pass cos.detach(), sin.detach()")
-    check_shape("sin", sin, cos.shape, "as cos")
+        raise ConfigError("cos and sin must not require grad, but one of them does; pass cos.detach(), sin.detach()")
+    check_shape("sin", sin, cos.shape, "like cos")
     half = rotary_dim // 2
     if cos.dim() not in (2, 3) or cos.shape[-1] != half or (cos.dim() == 3 and tuple(cos.shape[:2]) != (S, B)):
         raise ShapeError(
-            f"cos must be [rows, {half}] or [{S}, {B}, {half}], a column for each pair of the {rotary_dim} features "
-            f"that are rotated; got {list(cos.shape)}"
+            f"cos must be [rows, {half}] or [{S}, {B}, {half}], one column for each pair of the {rotary_dim} rotated "
+            f"features; got {list(cos.shape)}"
         )
     cos, sin = (table.unsqueeze(1) if table.dim() == 2 else table for table in (cos, sin))
     if positions is None:
         if num_streams > 1:
-            raise ShapeError(f"sections follow {num_streams} positions of each token; give positions [3, {S}]")
+            raise ShapeError(f"sections need {num_streams} positions per token; pass positions [3, {S}]")
         if len(cos) < S:
-            raise ShapeError(f"cos must have a row for each of {S} tokens, or come with positions; it has {len(cos)}")
+            raise ShapeError(f"cos must have a row for each of {S} tokens, unless positions are given; got {len(cos)}")
         return Tables(cos[:S], sin[:S], None)
     shapes = [[*streams, S, *batch] for streams in ([num_streams] if num_streams > 1 else [],) for batch in ([], [B])]
     if list(positions.shape) not in shapes or positions.dtype not in (torch.int32, torch.int64):
         wanted = " or ".join(map(str, shapes))
         raise ShapeError(
-            f"positions must be int32 or int64 {wanted}, of the tokens; got {positions.dtype} {list(positions.shape)}"
+            f"positions must be int32 or int64 with shape {wanted}; got {positions.dtype} {list(positions.shape)}"
         )
     if cos.shape[1] != 1:
-        raise ShapeError(f"positions say rows of a table [rows, {half}]; got one of [{S}, {B}, {half}], already chosen")
+        raise ShapeError(
+            f"positions need a table [rows, {half}] to index; got [{S}, {B}, {half}], which has a row per token already"
+        )
     streams = positions.movedim(0, -1) if num_streams > 1 else positions.unsqueeze(-1)  # [S, P] or [S, B, P]
     return Tables(cos, sin, streams.unsqueeze(1) if streams.dim() == 2 else streams)
 

@@ -68,7 +68,7 @@ def llama3_rope_frequencies(
     _check_positive(factor=factor, low_freq_factor=low_freq_factor)
     if not high_freq_factor > low_freq_factor:
         raise ConfigError(
-            f"high_freq_factor must be above low_freq_factor ({low_freq_factor}), the ramp is between them; "
+            f"high_freq_factor must be above low_freq_factor ({low_freq_factor}), because the ramp is between them; "
             f"got {high_freq_factor}"
         )
     rotations = frequencies * (original_max_position_embeddings / (2.0 * math.pi))
@@ -188,7 +188,7 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, T: int, cp_rank: int = 0, cp_s
         ConfigError: a rank outside the group.
     """
     if not 0 <= cp_rank < cp_size:
-        raise ConfigError(f"cp_rank must be one of the {cp_size} ranks from 0; got {cp_rank}")
+        raise ConfigError(f"cp_rank must be at least 0 and below cp_size ({cp_size}); got {cp_rank}")
     _check_borders(cu_seqlens, T, cp_size)
     borders = cu_seqlens.long() // cp_size
     token = torch.arange(T, device=cu_seqlens.device)
@@ -210,16 +210,18 @@ def _check_positive(**values: float) -> None:
 def _check_borders(cu_seqlens: Tensor, T: int, cp_size: int) -> None:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ShapeError(
-            "cu_seqlens must be int32 or int64 [N+1], the borders of one document or more; "
+            "cu_seqlens must be int32 or int64 [N+1], the boundaries of at least one document; "
             f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         )
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     lengths = cu_seqlens.diff()
     if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > T * cp_size:
-        raise ShapeError(f"cu_seqlens must rise from 0 to at most {T * cp_size} tokens; got {cu_seqlens.tolist()}")
+        raise ShapeError(
+            f"cu_seqlens must be non-decreasing, from 0 to at most {T * cp_size} tokens; got {cu_seqlens.tolist()}"
+        )
     if cp_size > 1 and (lengths % (2 * cp_size)).any():
         raise ShapeError(
-            f"documents must be padded to a multiple of 2 * cp_size = {2 * cp_size} tokens, for chunks of one size; "
+            f"each document must be padded to a multiple of 2 * cp_size = {2 * cp_size} tokens, for equal chunks; "
             f"got lengths {lengths.tolist()}"
         )

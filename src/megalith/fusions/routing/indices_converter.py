@@ -66,7 +66,7 @@ def fused_indices_to_multihot(
     check_one_device(indices=indices, probs_indices=probs_indices)
     if indices.dim() != 2:
         raise ShapeError(f"indices must be [T, K], a row for each token; got {list(indices.shape)}")
-    check_shape("probs_indices", probs_indices, indices.shape, "one for each of indices")
+    check_shape("probs_indices", probs_indices, indices.shape, "one for each entry of indices")
     if not isinstance(num_of_local_experts, Integral) or num_of_local_experts < 1:
         raise ConfigError(f"num_of_local_experts must be an integer, 1 or more; got {num_of_local_experts!r}")
     compute = INDICES_TO_MULTIHOT_FUSION.path(probs_indices, backend)

@@ -158,11 +158,13 @@ def check_logits(logits: Tensor, topk: int, score_function: str) -> None:
 
 def _check_score(topk: int, score_function: str, use_pre_softmax: bool, expert_bias: Tensor | None) -> None:
     if score_function != "softmax" and use_pre_softmax:
-        raise ConfigError(f"use_pre_softmax is about softmax, and score_function is {score_function!r}: leave it out")
+        raise ConfigError(f"use_pre_softmax requires score_function='softmax'; got {score_function!r}; leave it out")
     if score_function == "softmax" and expert_bias is not None:
-        raise ConfigError("expert_bias is added to scores of their own: use score_function='sigmoid' or 'sqrtsoftplus'")
+        raise ConfigError("expert_bias requires independent scores; use score_function='sigmoid' or 'sqrtsoftplus'")
     if score_function == "softmax" and topk == 1 and not use_pre_softmax:
-        raise ConfigError("softmax over the one expert of topk=1 is 1 and has no gradient: use use_pre_softmax=True")
+        raise ConfigError(
+            "softmax over the single chosen expert of topk=1 is always 1 and has no gradient; set use_pre_softmax=True"
+        )
 
 
 def _check_groups(
@@ -170,22 +172,22 @@ def _check_groups(
 ) -> None:
     if num_groups is None and group_topk is None:
         if group_score_topk is not None:
-            raise ConfigError(f"group_score_topk={group_score_topk} has no effect without num_groups: leave it out")
+            raise ConfigError(f"group_score_topk={group_score_topk} has no effect without num_groups; leave it out")
         return
     if num_groups is None or group_topk is None:
-        raise ConfigError(f"num_groups and group_topk go together; got {num_groups} and {group_topk}")
+        raise ConfigError(f"num_groups and group_topk must be set together; got {num_groups} and {group_topk}")
     if num_groups < 1 or num_experts % num_groups:
         raise ConfigError(f"num_groups must divide the {num_experts} experts; got {num_groups}")
     if not 1 <= group_topk <= num_groups:
         raise ConfigError(f"group_topk must be from 1 to num_groups, {num_groups}; got {group_topk}")
     per_group = num_experts // num_groups
     if topk > group_topk * per_group:
-        raise ConfigError(f"{group_topk} groups of {per_group} experts have fewer than topk, {topk}")
+        raise ConfigError(f"topk ({topk}) must be at most the number of experts in {group_topk} groups of {per_group}")
     if group_score_topk is None:
         if topk % group_topk:
             raise ConfigError(
-                f"topk ({topk}) must be a multiple of group_topk ({group_topk}): a group is worth as many; or give "
-                "group_score_topk"
+                f"topk ({topk}) must be a multiple of group_topk ({group_topk}), because a group is scored by its best "
+                "topk / group_topk experts; otherwise pass group_score_topk"
             )
     elif not 1 <= group_score_topk <= per_group:
         raise ConfigError(

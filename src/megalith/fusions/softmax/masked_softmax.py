@@ -103,7 +103,7 @@ def check_window(window: tuple[int, int] | None) -> None:
     """Raises ConfigError unless ``window`` is None or two limits of -1 or more."""
     if window is not None and (not isinstance(window, Sequence) or len(window) != 2 or min(window) < -1):
         raise ConfigError(
-            f"a window must be how many keys are seen before and after a query's own, -1 for all of them; got {window}"
+            f"a window must be two numbers of keys, before and after a query's own, or -1 for no limit; got {window}"
         )
 
 

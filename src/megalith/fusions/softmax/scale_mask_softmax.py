@@ -49,7 +49,7 @@ class AttnMaskType(Enum):
         if isinstance(name, str) and name in cls.__members__:
             return cls[name]
         raise ConfigError(
-            f"attn_mask_type must be one of {', '.join(cls.__members__)}, as AttnMaskType.causal or as 'causal'; "
+            f"attn_mask_type must be one of {', '.join(cls.__members__)}, given as AttnMaskType.causal or as 'causal'; "
             f"got {given!r}"
         )
 
@@ -153,11 +153,13 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         super().__init__()
         if input_in_fp16 and input_in_bf16:
             raise ConfigError(
-                "input_in_fp16 and input_in_bf16 are both set; scores have one dtype: set one, or neither"
+                "input_in_fp16 and input_in_bf16 must not both be set: scores have one dtype; set one, or neither"
             )
         check_window(window_size)
         if scale is not None and not softmax_in_fp32:
-            raise ConfigError(f"scale={scale} needs softmax_in_fp32=True: scaled scores of 16 bits could overflow")
+            raise ConfigError(
+                f"scale={scale} requires softmax_in_fp32=True, because scaled 16-bit scores could overflow"
+            )
         self.input_dtype = torch.float16 if input_in_fp16 else torch.bfloat16 if input_in_bf16 else None
         self.attn_mask_type = AttnMaskType.of(attn_mask_type)
         self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
@@ -226,9 +228,9 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         if scores.dim() != 4:
             raise ShapeError(f"input must be scores [B, A, Sq, Sk]; got {list(scores.shape)}")
         if self.input_dtype not in (None, scores.dtype):
-            raise ShapeError(f"input must be {self.input_dtype}, as was said at construction; got {scores.dtype}")
+            raise ShapeError(f"input must be {self.input_dtype}, as set at construction; got {scores.dtype}")
         if mask is not None and self.attn_mask_type is AttnMaskType.no_mask:
-            raise ConfigError("a mask was given to a softmax of AttnMaskType.no_mask; pass None, or use arbitrary")
+            raise ConfigError("mask must be None with AttnMaskType.no_mask; pass None, or use AttnMaskType.arbitrary")
 
     def _hidden(self, scores: Tensor, mask: Tensor | None) -> Tensor | None:
         """The mask, the window and causality combined into one mask, or None if nothing is hidden."""
