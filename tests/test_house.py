@@ -43,7 +43,7 @@ GLOBAL_STATE = {
 # __init__ file:what -> why it is more than a docstring, imports and __all__
 CODE_IN_INIT = {
     "src/megalith/__init__.py:__version__": "the build reads it from there",
-    "src/megalith/fusions/core/kernels/__init__.py:Expr": "says how to get triton before a kernel file fails for it",
+    "src/megalith/fusions/core/kernels/__init__.py:Expr": "says how to install triton before a kernel file fails",
 }
 # what imports no torch, so that commands answer at once and data can be prepared on a machine without it
 WITHOUT_TORCH = [

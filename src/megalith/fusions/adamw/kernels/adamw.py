@@ -1,7 +1,7 @@
-"""Triton kernel of fused_adamw: one launch over all tensors, whose addresses it finds in a table.
+"""Triton kernel of fused_adamw: one launch for all tensors, whose addresses are in a table.
 
 A program updates a chunk of one tensor. The table holds a column for each tensor: the addresses of its weight, copy,
-gradient and moments, its size, and the number of the first chunk that is its own.
+gradient and moments, its size, and the index of its first chunk.
 """
 
 from itertools import accumulate
@@ -16,9 +16,9 @@ from megalith.fusions.core.registration import register_without_gradient, wrap_t
 
 __all__ = ["op"]
 
-_CHUNK = 8192  # elements of a program; untuned
-_BLOCK = tl.constexpr(1024)  # of them at a time; untuned
-_SEARCH = 1024  # tensors that are looked at together, to find the one of a chunk
+_CHUNK = 8192  # elements per program; untuned
+_BLOCK = tl.constexpr(1024)  # elements per step; untuned
+_SEARCH = 1024  # tensors compared at a time when searching for the tensor of a chunk
 
 
 @triton.jit
@@ -97,13 +97,13 @@ def _update(
 ) -> None:
     lr, beta1, beta2, eps, decay, step = settings
     grads = [grad.contiguous() for grad in grads]
-    lists = (weights, copies or weights, grads, exp_avgs, exp_avg_sqs)  # a row has to be there also for no copies
+    lists = (weights, copies or weights, grads, exp_avgs, exp_avg_sqs)  # the table has this row even without copies
     addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
     sizes = [w.numel() for w in weights]
     *first, num_chunks = accumulate((triton.cdiv(size, _CHUNK) for size in sizes), initial=0)
     if num_chunks == 0:
         return
-    # one small copy that the host does not wait for
+    # one small copy, without a host sync
     table = torch.tensor([*addresses, sizes, first], dtype=torch.int64).to(weights[0].device, non_blocking=True)
     wrap_triton(_adamw_kernel)[(num_chunks,)](
         table, len(weights), weights[0], copies[0] if copies else None, grads[0], grad_scale, found_nonfinite,
@@ -113,5 +113,5 @@ def _update(
     )  # fmt: skip
 
 
-# opaque also where kernels are compiled: the addresses of tensors are not known while torch.compile traces
+# opaque even where kernels are compiled: tensor addresses are not known while torch.compile traces
 op = register_without_gradient("adamw_", _update, outputs, mutates=MUTATED, opaque=True)

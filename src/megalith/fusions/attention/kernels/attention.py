@@ -1,12 +1,12 @@
-"""Triton kernel of fused_attention, forward: one program for a block of queries of one head.
+"""Triton kernel of fused_attention, forward: one program per block of queries of one head.
 
-It walks over the keys that its queries see, and keeps the softmax of those it has met: their maximum m, the total of
-exp(s - m), and the sum acc of exp(s - m) v. The logarithms are of base 2 inside, and natural in lse.
+It loops over the keys that its queries see with an online softmax: the running maximum m, the sum of exp(s - m), and
+acc, the sum of exp(s - m) v. Logarithms are base 2 inside, and natural in lse.
 
-q [Sq, B, A, D], k [Sk, B, G, D], v [Sk, B, G, Dv], rows strided, columns contiguous.
+q [Sq, B, A, D], k [Sk, B, G, D], v [Sk, B, G, Dv]; rows may be strided, columns are contiguous.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 import math
 from typing import Unpack
@@ -35,7 +35,7 @@ __all__ = ["op"]
 
 LN_2 = tl.constexpr(math.log(2.0))
 
-# untuned, but for 2 bytes of up to 128 columns; (bytes of an element, columns up to)
+# untuned, except for 2 bytes and up to 128 columns; keys are (bytes per element, largest number of columns)
 _BLOCKS = {
     (2, 64): Blocks(128, 64, 8, 3),
     (2, 128): Blocks(128, 64, 8, 2),
@@ -44,7 +44,7 @@ _BLOCKS = {
     (4, 128): Blocks(32, 16, 4, 1),
     (4, 256): Blocks(32, 16, 8, 1),
 }
-_LARGE_BLOCKS = {(2, 128): Blocks(128, 128, 8, 3)}  # by a sweep on an H100, where it is a third faster
+_LARGE_BLOCKS = {(2, 128): Blocks(128, 128, 8, 3)}  # from a sweep on an H100, where it is a third faster
 
 
 @triton.jit

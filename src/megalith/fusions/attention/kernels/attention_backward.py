@@ -1,10 +1,10 @@
-"""Triton kernels of fused_attention, backward: delta of each query; then dk and dv by keys, and dq by queries.
+"""Triton kernels of fused_attention, backward: delta per query; dk and dv per block of keys; dq per block of queries.
 
-The probabilities come back from the scores and lse. A gradient is the sum of one program, in a fixed order: the queries
-of all heads of a group that see a block of keys, or the keys that a block of queries sees.
+The probabilities are recomputed from the scores and lse. Each gradient is summed by one program in a fixed order: over
+the queries of all heads of a group that see its block of keys, or over the keys that its block of queries sees.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 import math
 from typing import Unpack
@@ -34,8 +34,8 @@ __all__ = ["LOG2_E", "backward"]
 LOG2_E = tl.constexpr(math.log2(math.e))
 _DELTA_ROWS = 32  # untuned
 
-# untuned, but for 2 bytes of up to 128 columns; (bytes of an element, columns up to). One stage where two would spill:
-# programs share a multiprocessor
+# untuned, except for 2 bytes and up to 128 columns; keys are (bytes per element, largest number of columns). One stage
+# where two would spill: programs share a multiprocessor
 _KEYS_BLOCKS = {
     (2, 64): Blocks(32, 64, 4, 1),
     (2, 128): Blocks(32, 64, 4, 1),
@@ -52,7 +52,7 @@ _QUERIES_BLOCKS = {
     (4, 128): Blocks(32, 16, 8, 1),
     (4, 256): Blocks(16, 16, 8, 1),
 }
-# by a sweep on an H100
+# from a sweep on an H100
 _LARGE_KEYS_BLOCKS = {(2, 64): Blocks(32, 64, 4, 2)}
 _LARGE_QUERIES_BLOCKS = {(2, 64): Blocks(128, 32, 8, 3)}
 
@@ -173,7 +173,7 @@ def _queries_kernel(
 
 
 def backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink of ``fused_attention``; dsink is empty where there is no sink."""
+    """dq, dk, dv and dsink of ``fused_attention``; dsink is empty if there is no sink."""
     dout, dlse, q, k, v, sink, out, lse, bounds, scale, softcap, left, right = GivenToBackward(*inputs)
     dq, dk, dv, dsink = OPERATOR.gradients(*inputs)
     (Sq, B, A, D), (Sk, _, G, DV) = q.shape, v.shape
@@ -203,7 +203,7 @@ def backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, 
         *tensors, dq, *strides(q, k, v, dout), Sq, Sk, A, B * A, num_blocks, left, right,
         SCALE=scale, CAP=cap, GROUP=A // G, **sizes, **blocks._asdict(),
     )  # fmt: skip
-    if sink is not None:  # a key without value: its share of the softmax, times -delta
+    if sink is not None:  # the sink is a key with value 0: its share of the softmax, times -delta
         share = torch.exp(sink.to(torch.float32).unsqueeze(-1) - lse)  # [B, A, Sq]
         dsink = -(share * delta).sum(dim=(0, 2)).to(sink.dtype)
     return dq, dk, dv, dsink

@@ -1,8 +1,8 @@
-"""What the attention kernels share: which keys a query sees, loads of blocks of rows, sizes of blocks.
+"""Shared by the attention kernels: which keys a query sees, loads of blocks of rows, and block sizes.
 
-A query sees an interval of keys whose ends never fall from one query to the next. So for a block of queries the keys
-from the highest begin to the lowest end are seen by all of it, and need no mask; those further out, to the lowest begin
-and the highest end, are seen by some; all others by none, and are not read. Seen from the keys it is the same.
+A query sees an interval of keys, whose ends never decrease from one query to the next. For a block of queries, the keys
+from the highest start to the lowest end are seen by all queries and need no mask; keys further out, to the lowest start
+and the highest end, are seen by some; all others are not read. The same holds for the queries that see a block of keys.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Blocks(NamedTuple):
-    """How a kernel cuts its work: queries and keys in a block, warps, and stages of its pipeline of loads."""
+    """Launch parameters of a kernel: queries and keys per block, warps, and pipeline stages of its loads."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -39,31 +39,31 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-Table = Mapping[tuple[int, int], Blocks]  # by bytes of an element, and columns up to
+Table = Mapping[tuple[int, int], Blocks]  # keys are (bytes per element, largest number of columns)
 
 
 def block_columns(x: Tensor) -> int:
-    """The columns of a block that holds rows of ``x``: a power of two, 16 at least, for matrix units."""
+    """Columns of a block that holds rows of ``x``: a power of two, at least 16 for tensor cores."""
     return max(16, int(triton.next_power_of_2(x.shape[-1])))
 
 
 def blocks_of(q: Tensor, columns: int, general: Table, large: Table) -> Blocks:
-    """Those for heads of ``columns``: of ``large``, where it has some and the GPU has the shared memory of an H100."""
+    """The blocks for heads of ``columns``: from ``large`` if it has them and the GPU has an H100's shared memory."""
     key = q.element_size(), columns
     return large[key] if key in large and has_large_memory(q) else general[key]
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Of each of ``tensors`` [S, B, heads, D] the strides of its first three axes."""
+    """The strides of the first three dimensions of each of ``tensors`` [S, B, heads, D]."""
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
 def cap_of(scale: float, softcap: float | None) -> float | None:
-    """The cap of q . k, before its scale, that keeps scores within ``softcap``."""
+    """The cap for q . k before scaling that limits the scaled scores to ``softcap``."""
     return None if softcap is None else softcap / scale
 
 
-# tl.dot takes the bits of bfloat16 for integers in the interpreter
+# in the interpreter, tl.dot treats the bits of bfloat16 as integers
 INTERPRETED = tl.constexpr(triton_interprets())
 
 

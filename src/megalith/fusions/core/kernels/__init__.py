@@ -1,5 +1,5 @@
-"""Triton functions that several families call. Files outside of a folder ``kernels`` import inside a function."""
+"""Triton functions shared by several families. Files outside a ``kernels`` folder import them inside a function."""
 
 from megalith.optional import need
 
-need("triton")  # the one line of code in an __init__: it says how to get triton before a kernel file fails for it
+need("triton")  # the only code in an __init__: says how to install triton before a kernel file fails to import it

@@ -1,4 +1,4 @@
-"""Activations and their slopes inside kernels, in float32, from exp alone: libdevice is not always there."""
+"""Activations and their derivatives inside kernels, in float32, from exp alone: libdevice may be missing."""
 
 import math
 
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 _WIDEST_TILE = 512
-_COLUMNS_OF_WARP = 256  # eight a thread: in 16 bits, one load of 16 bytes
+_COLUMNS_OF_WARP = 256  # eight per thread: one load of 16 bytes for 16-bit dtypes
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
@@ -29,7 +29,7 @@ _ROOT_1_OVER_2_PI = tl.constexpr(0.3989422804014327)
 
 
 def tile_of(F: int) -> tuple[int, int]:
-    """How many of ``F`` columns a program takes at a time, and its warps: no more of them than narrow rows can feed."""
+    """Columns of ``F`` that a program processes at a time, and its number of warps, fewer for narrow rows."""
     block = max(32, min(_WIDEST_TILE, triton.next_power_of_2(F)))
     return block, max(1, block // _COLUMNS_OF_WARP)
 

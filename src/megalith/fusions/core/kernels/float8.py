@@ -1,7 +1,7 @@
-"""Numbers of 8 and 4 bits inside kernels, with the same bits on every path.
+"""8-bit and 4-bit floating-point numbers inside kernels, with the same bits on every path.
 
-By integers, as sm_80 and the interpreter have no such types, or, where ``casts_natively`` says so, by the conversions
-of the GPU. Those give every NaN one sign, as a product on a GPU does too: what is encoded must be a product there.
+In integer arithmetic, because sm_80 and the interpreter have no such types; or, if ``casts_natively``, with the GPU's
+own conversions. Those give every NaN the same sign, as a product on a GPU does, so there only products may be encoded.
 """
 
 import torch
@@ -16,13 +16,13 @@ __all__ = ["INFINITY", "MAGNITUDE", "NAN", "casts_natively", "decode_e4m3", "enc
 # bits of float32
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-NAN = tl.constexpr(0x7F)  # in both formats of 8 bits
+NAN = tl.constexpr(0x7F)  # in both 8-bit formats
 
 
 def casts_natively(x: Tensor) -> bool:
-    """Whether kernels of ``x`` are to convert 8 bits with the GPU's own instructions: from sm_90 on.
+    """Whether kernels for ``x`` convert 8-bit numbers with the GPU's own instructions: from sm_90 on.
 
-    sm_89 has them, but Triton 3.6 rounds to float16 for them first, so that 0.4 % of the codes of e4m3 differ.
+    sm_89 has them too, but there Triton 3.6 rounds to float16 first, so that 0.4 % of the e4m3 codes differ.
     """
     if triton_interprets() or not x.is_cuda or torch.version.hip is not None or not torch.cuda.is_available():
         return False

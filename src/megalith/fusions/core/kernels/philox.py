@@ -1,7 +1,7 @@
 """The dropout mask of ``megalith.numerics.dropout`` inside kernels, bit for bit.
 
-Triton's own Philox4x32-10 makes the words; this file lays out its counter. One call of it serves the four features of
-a quad, and none is thrown away. A launcher gets ``key``, ``token`` and ``site`` from ``core.dropout_mask``.
+Triton's own Philox4x32-10 generates the words; this file lays out its counter. One call serves the four features of a
+quad, so no word is wasted. Launchers get ``key``, ``token`` and ``site`` from ``core.dropout_mask``.
 """
 
 import triton

@@ -1,12 +1,12 @@
 """Triton kernels of cross entropy: statistics of this rank's columns, loss from those of all ranks, gradient.
 
-The letters are those of ``cross_entropy.formulas``: of a row, m and d are the shift and the sum of the exponentials of
-all words but the target, x_y the target's logit, s the scaled sum of the logits. T tokens (rows), n columns that are
-words. Rows may be strided; columns are contiguous. Where the vocabulary is padded, num_read columns are loaded: some of
-the padding too, which is masked out after the load.
+The letters are those of ``cross_entropy.formulas``: for a row, m and d are the shift and the sum of the exponentials of
+all vocabulary entries except the target, x_y is the target's logit, s the scaled sum of the logits. T tokens (rows),
+n columns without padding. Rows may be strided; columns are contiguous. If the vocabulary is padded, num_read columns
+are loaded, including some of the padding, which is masked out after the load.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 import math
 from typing import Unpack
@@ -24,11 +24,11 @@ from megalith.fusions.cross_entropy.steps import steps_of_operators
 
 __all__ = ["STEPS", "gradient_into", "loss", "statistics"]
 
-_BLOCK_V, _WARPS = 2048, 8  # columns of a step of the statistics
-_TILE_V, _TILE_WARPS = 4096, 8  # columns of a program of the gradient
-_BLOCK_T = 128  # untuned: rows of a program of the loss
-_PROGRAMS = 528  # fewer rows are cut into so many programs: four for each multiprocessor of an H100
-_WORD_BYTES = 16  # what one thread loads at once
+_BLOCK_V, _WARPS = 2048, 8  # columns per step of the statistics
+_TILE_V, _TILE_WARPS = 4096, 8  # columns per program of the gradient
+_BLOCK_T = 128  # untuned: rows per program of the loss
+_PROGRAMS = 528  # fewer rows are split into this many programs: four per multiprocessor of an H100
+_WORD_BYTES = 16  # bytes that one thread loads at once
 
 _SUM_SCALE = tl.constexpr(SUM_SCALE)
 
@@ -227,9 +227,9 @@ def loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Unpack[PartAnd
 def gradient_into(
     dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Unpack[PartAndTerms]
 ) -> None:
-    """Fills ``dlogits``, which may be ``logits`` itself: an entry is written by who alone has read it."""
+    """Fills ``dlogits``, which may be ``logits`` itself: each entry is written by the only program that reads it."""
     part, terms = part_and_terms(*options)
-    assert dlogits.is_contiguous(), "fresh memory, or the result of a product"
+    assert dlogits.is_contiguous(), "dlogits must be contiguous: fresh memory, or the result of a matmul"
     T, num_columns = dlogits.shape
     if dlogits.numel() == 0:
         return
@@ -252,9 +252,9 @@ def _gradient(
 
 
 def _num_read(n: int, logits: Tensor) -> int | None:
-    """``n`` rounded up to a multiple of 16, if a row of ``logits`` has so many columns; None where ``n`` is to be read.
+    """``n`` rounded up to a multiple of 16 if a row of ``logits`` has that many columns; None to read ``n``.
 
-    The mask of a load decides how wide it is: one that can end at any column makes every load one element wide.
+    The mask of a load limits its width: a mask that can end at any column makes every load one element wide.
     """
     rounded: int = triton.cdiv(n, 16) * 16
     return rounded if n < rounded <= logits.shape[1] else None

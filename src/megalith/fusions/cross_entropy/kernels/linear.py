@@ -1,4 +1,4 @@
-"""The chunks of fused_linear_cross_entropy on the Triton kernels of cross entropy."""
+"""fused_linear_cross_entropy in chunks of tokens, with the Triton kernels of cross entropy."""
 
 from megalith.fusions.cross_entropy.kernels.cross_entropy import gradient_into, loss, statistics
 from megalith.fusions.cross_entropy.linear_formulas import steps_by_chunks

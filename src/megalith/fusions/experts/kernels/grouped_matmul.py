@@ -1,8 +1,8 @@
-"""Triton kernels of grouped_matmul: a program is a tile of rows of one expert, or a tile of one expert's dw.
+"""Triton kernels of grouped_matmul: a program computes a tile of one expert's rows, or of one expert's dw.
 
-Each program finds its expert from the sizes, which only the device knows. There are as many programs as tiles at most,
-R / BLOCK_ROWS and one for each expert; those that are left over write nothing. The rows after those of all experts are
-tiles of zeros.
+Each program finds its expert from the sizes, which only the device knows. There are as many programs as there can be
+tiles, R / BLOCK_ROWS plus one per expert; those left over write nothing. Rows after those of all experts are filled
+with zeros.
 
 R rows, E experts. Rows and matrices may be strided; their columns are contiguous.
 """
@@ -20,11 +20,11 @@ from megalith.optional import triton_interprets
 
 __all__ = ["op"]
 
-_INTERPRETED = tl.constexpr(triton_interprets())  # tl.dot takes the bits of bfloat16 for integers there
+_INTERPRETED = tl.constexpr(triton_interprets())  # tl.dot treats the bits of bfloat16 as integers there
 
 
 class _Blocks(NamedTuple):
-    """The tile of a result, the block that is summed at a time, warps, and stages of the pipeline of loads."""
+    """Launch parameters: the tile of the result, the size summed per step, warps, and pipeline stages of the loads."""
 
     BLOCK_ROWS: int
     BLOCK_COLUMNS: int
@@ -33,7 +33,7 @@ class _Blocks(NamedTuple):
     num_stages: int
 
 
-# untuned; by bytes of an element
+# untuned; keys are bytes per element
 _BLOCKS = {2: _Blocks(128, 128, 64, 8, 3), 4: _Blocks(64, 64, 32, 4, 2)}
 
 

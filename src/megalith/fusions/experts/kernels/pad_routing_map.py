@@ -1,4 +1,4 @@
-"""Triton kernels of fused_pad_routing_map: tiles of tokens count, then each turns its share of the first zeros."""
+"""Triton kernels of fused_pad_routing_map: each tile of tokens counts, then sets its share of the first zeros."""
 
 import triton
 import triton.language as tl

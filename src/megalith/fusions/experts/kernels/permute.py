@@ -1,6 +1,6 @@
 """Triton kernels of fused_permute.
 
-A program is one token and one tile of its columns: it reads the token once and writes its rows, or reads the rows and
+A program handles one token and one tile of columns: it reads the token once and writes its rows, or reads the rows and
 writes the token. T tokens, R rows, H hidden (columns), S slots of a token. Rows may be strided; columns are contiguous.
 """
 
@@ -16,8 +16,8 @@ from megalith.fusions.experts.permute_formulas import PERMUTE_OPERATOR, UNPERMUT
 __all__ = ["permute_op", "unpermute_op"]
 
 _BLOCK_H = 2048  # untuned
-_BLOCK_DOT = 8192  # untuned: columns of a tile that also adds up dy . permuted; most models' rows whole
-_BLOCK_R = 64  # untuned: rows that one program looks through for gaps
+_BLOCK_DOT = 8192  # untuned: columns of a tile that also sums dy . permuted; whole rows in most models
+_BLOCK_R = 64  # untuned: rows that one program searches for gaps
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Where routed tokens go, counted by tiles of tokens: what padding a routing map and permuting tokens have in common.
+"""Counts of routed tokens per tile of tokens and expert, shared by padding a routing map and permuting tokens.
 
-First every tile of tokens counts its tokens for each expert; then every tile adds up what the tiles before it have,
-and so knows the place of its first token in each expert. Two launches, no atomics, and the same result in any order.
-A routing is a map [T, E], whose nonzero entries are routed, or indices [T, K], of which those in [0, E) are.
+First each tile counts its tokens per expert; then each tile sums the counts of the tiles before it, which gives the
+position of its first token in each expert. Two launches, no atomics, and the same result in any order of execution.
+A routing is a map [T, E], whose nonzero entries are routed, or indices [T, K], where those in [0, E) are routed.
 """
 
 from typing import NamedTuple
@@ -16,13 +16,13 @@ from megalith.fusions.core.registration import wrap_triton
 
 __all__ = ["Tiling", "before_and_total", "count", "num_routed"]
 
-_BLOCK = 2048  # untuned: entries of a block
-_MIN_TOKENS = 128  # untuned: of a tile, so that its counts, of four bytes, are few beside a map of one byte
-_MAX_TILES = 256  # untuned: each tile reads the counts of all, so their number is bounded, and tiles grow
+_BLOCK = 2048  # untuned: entries per block
+_MIN_TOKENS = 128  # untuned: at least per tile, so that its 4-byte counts are few compared to the 1-byte map
+_MAX_TILES = 256  # untuned: each tile reads the counts of all tiles, so beyond this number tiles grow instead
 
 
 class Tiling(NamedTuple):
-    """Tiles of TOKENS tokens, each gone through by blocks of BLOCK_T tokens and all experts."""
+    """Tiles of TOKENS tokens, each processed in blocks of BLOCK_T tokens and all experts."""
 
     num_tiles: int
     tokens: int
@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, num_tokens: int, num_experts: int) -> "Tiling":
-        """The tiles of a routing of ``num_tokens`` tokens, one or more, to ``num_experts`` experts."""
+        """The tiles of a routing of ``num_tokens`` tokens, at least one, to ``num_experts`` experts."""
         block_e = triton.next_power_of_2(num_experts)
         block_t = max(1, _BLOCK // block_e)
         least = max(_MIN_TOKENS, triton.cdiv(num_tokens, _MAX_TILES))

@@ -1,4 +1,4 @@
-"""Triton kernels of row_map: tiles of tokens count, then each places its tokens behind those of the tiles before it."""
+"""Triton kernels of row_map: each tile of tokens counts, then places its tokens after those of the tiles before it."""
 
 import torch
 import triton
@@ -52,7 +52,7 @@ def _place_kernel(
 
 def _row_map(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     row_of, token_of, rows_per_expert = outputs(routing_map, num_rows, num_experts, pad_multiple)
-    token_of.fill_(-1)  # gaps, of which only the device knows where they are
+    token_of.fill_(-1)  # gaps, whose positions only the device knows
     T, S = routing_map.shape
     if row_of.numel() == 0:
         return row_of, token_of, rows_per_expert.zero_()

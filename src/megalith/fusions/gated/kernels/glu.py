@@ -1,10 +1,10 @@
 """Triton kernels of the gated linear units.
 
 T tokens (rows), F ffn hidden size (columns of gate and of up). Rows may be strided; the columns of gate and up are
-contiguous, or interleaved. A packed tensor is two pointers into one memory here.
+contiguous, or interleaved. A packed tensor is passed as two pointers into the same memory.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 import math
 from typing import Unpack
@@ -23,8 +23,8 @@ from megalith.fusions.gated.formulas import OPERATOR, Gating
 
 __all__ = ["op", "op_float8"]
 
-_STAGES = 1  # rows that a program of backward loads ahead, and one; more of them cost it registers
-_SMALLEST_SCALE = tl.constexpr(2.0**-126)  # its inverse is still a number of float32
+_STAGES = 1  # pipeline stages of the loads of rows in backward; more would cost registers
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)  # its inverse is still finite in float32
 _INVERSE_LARGEST = tl.constexpr(1.0 / 448.0)
 
 
@@ -232,7 +232,7 @@ def _launch_backward(
     results: tuple[Tensor, Tensor, Tensor, Tensor],
     gating: Gating,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fills ``results``, but for dbias and dw, which are summed from parts and returned in their place."""
+    """Fills ``results``, except dbias and dw, which are summed from partial sums and returned instead."""
     dx, dup, dbias, dw = results
     T, F = dy.shape
     if dy.numel() == 0:
@@ -260,7 +260,7 @@ def _launch_backward(
 
 
 def _halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Where rows of gate and of up begin; interleaved rows begin at the gate."""
+    """Views of ``x`` or ``up`` whose rows start at gate and at up; interleaved rows start at gate."""
     x = contiguous_columns(x)
     return (x, x[:, x.shape[1] // 2 :]) if up is None else (x, contiguous_columns(up))
 

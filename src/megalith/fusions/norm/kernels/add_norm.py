@@ -1,9 +1,9 @@
-"""The operator on the kernels of norm.py: LayerNorm and RMSNorm, with or without a sum before them.
+"""Operators that launch the kernels of norm.py: LayerNorm and RMSNorm, alone or after a residual sum.
 
-Rows are [T, H], or [M, N, H] where two strides reach them.
+Rows are [T, H], or [M, N, H] if two strides are needed to address them.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import Unpack
 
@@ -30,13 +30,13 @@ from megalith.numerics.dropout import threshold
 
 __all__ = ["op", "op_of_sum"]
 
-_ELEMENTS = 2048  # untuned: that a program holds at least, in several rows if they are short
-_OF_THREAD, _MOST_WARPS = 16, 16  # elements that a thread holds, up to so many warps
-_STAGES = 1  # of rows that a program of backward loads ahead, and one; more cost registers and shared memory
-# by a sweep on an H100, two for each of its multiprocessors: 12 % faster, 1 % beside a residual's gradient
-_LARGE_PROGRAMS, _LARGE_STAGES, _LARGE_TILE = 264, 3, 4096  # of tiles up to so many elements: more would not fit
-_WIDE_BLOCK = 4096  # untuned, as is what follows
-_WIDEST_SUMMED_ROW = 8192  # that a program holds twice, beside the sums of dw and db
+_ELEMENTS = 2048  # untuned: minimum per program, in several rows if they are short
+_OF_THREAD, _MOST_WARPS = 16, 16  # elements per thread, and the largest number of warps
+_STAGES = 1  # pipeline stages of the loads of rows in backward; more would cost registers and shared memory
+# from a sweep on an H100, two programs per multiprocessor: 12 % faster, 1 % with a residual's gradient
+_LARGE_PROGRAMS, _LARGE_STAGES, _LARGE_TILE = 264, 3, 4096  # for tiles of up to 4096 elements: more would not fit
+_WIDE_BLOCK = 4096  # untuned, like the next one
+_WIDEST_SUMMED_ROW = 8192  # that a program can hold twice, in addition to the sums of dw and db
 
 
 def _forward(
@@ -102,7 +102,7 @@ def _backward(
         ZERO_CENTERED=zero_centered, **_dropout(mask.p), **tile,
         STAGES=stages,
     )  # fmt: skip
-    # of float32 a sum is the gradient: copied into what was allocated for it, each vector would cost a launch more
+    # a float32 sum is itself the gradient: copying it into the allocated one would cost another launch per vector
     dw, db, dinput_bias = (
         gradient if parts is None else parts.sum(dim=0).to(gradient.dtype)
         for gradient, parts in zip(vectors, sums, strict=True)
@@ -111,7 +111,7 @@ def _backward(
 
 
 def _tile(H: int, key: Tensor | None) -> dict[str, int]:
-    """Rows at once, columns of each, and warps for them; the mask of dropout is made row by row."""
+    """Rows per step, columns per row, and warps; one row with dropout, whose mask is generated row by row."""
     block = max(4, triton.next_power_of_2(H))
     rows = 1 if key is not None else max(1, _ELEMENTS // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(_MOST_WARPS, max(1, rows * block // (32 * _OF_THREAD)))}
@@ -131,7 +131,7 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 
 def _given(x: Tensor) -> Tensor | None:
-    """None for the empty tensor that stands for none."""
+    """Returns ``x``, or None for the empty tensor that stands for None."""
     return x if x.numel() else None
 
 

@@ -1,8 +1,8 @@
-"""Triton kernels of LayerNorm and RMSNorm, alone or of h = residual + dropout(x + bias); their operators are elsewhere.
+"""Triton kernels of LayerNorm and RMSNorm, alone or of h = residual + dropout(x + bias); operators in add_norm.py.
 
-T rows of H columns. Row t of x and of dy lies at (t // N) * outer + (t % N) * inner, so that heads inside a packed
-projection need no copy; columns are contiguous. A program holds whole rows, several if they are short; a row that is
-too wide for that is read in tiles. Backward starts from h: x itself, or the sum that forward stored.
+T rows of H columns. Row t of x and of dy starts at (t // N) * outer + (t % N) * inner, so that heads inside a packed
+projection need no copy; columns are contiguous. A program holds whole rows, several if they are short; wider
+rows are read in tiles. Backward starts from h: x itself, or the sum that forward stored.
 """
 
 import triton

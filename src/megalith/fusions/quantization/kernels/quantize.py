@@ -1,4 +1,4 @@
-"""Triton kernels of fused_quantize: tiles of numbers in few bits with their scales, and the same tiles transposed.
+"""Triton kernels of fused_quantize: tiles of low-precision numbers with their scales, and the same tiles transposed.
 
 N matrices of R rows and H columns. Numbers are rounded by ``float8``, and quotients to the nearest float32, so that a
 GPU, the interpreter and torch give the same bits. Rows may be strided.
@@ -23,8 +23,8 @@ from megalith.fusions.quantization.quantized import (
 
 __all__ = ["op"]
 
-_TILE = 4096  # elements of a tile, but of those that hold 128 x 128; untuned
-_WIDEST_ROW = 16384  # columns of a row that one program holds; a wider one is read twice
+_TILE = 4096  # elements per tile, except for tiles of 128 x 128; untuned
+_WIDEST_ROW = 16384  # columns of a row that one program can hold; wider rows are read twice
 _LARGEST = {torch.float16: 0x477FE000, torch.bfloat16: 0x7F7F0000, torch.float32: 0x7F7FFFFF}  # finite, as float32
 
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -222,7 +222,7 @@ def _forward(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outpu
 
 
 def _amax(x: Tensor, of_all: bool, transpose: bool, block_r: int, block_h: int) -> tuple[Tensor | None, Tensor | None]:
-    """The largest magnitudes, as bits of float32: of all of ``x`` [R, H], twice; or of its rows, and of its columns."""
+    """Largest magnitudes, as float32 bits: of all of ``x`` [R, H], returned twice; or of its rows and its columns."""
     R, H = x.shape
     grid = triton.cdiv(R, block_r), triton.cdiv(H, block_h)
     whole = x.new_empty(grid, dtype=torch.int32) if of_all else None
@@ -240,7 +240,7 @@ def _amax(x: Tensor, of_all: bool, transpose: bool, block_r: int, block_h: int) 
 
 
 def _tile_of(H: int, columns: int | None, kind: str, transpose: bool) -> tuple[int, int]:
-    """Rows and columns of a tile, of whole groups of ``columns``; square, if groups go along both."""
+    """Rows and columns of a tile, in whole groups of ``columns``; square if groups span both dimensions."""
     if kind in ("block128", "block128x128") and (transpose or kind == "block128x128"):
         return 128, 128
     if transpose:

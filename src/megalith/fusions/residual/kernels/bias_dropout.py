@@ -1,10 +1,10 @@
 """Triton kernels of fused_bias_dropout.
 
-T tokens (rows), H hidden size (columns). Rows may be strided; columns are contiguous. SKIPPED is how far the first
-feature stands in its quad of random words: not 0 only for odd shards of features, whose loads are then unaligned.
+T tokens (rows), H hidden size (columns). Rows may be strided; columns are contiguous. SKIPPED is the position of
+the first feature in its quad of random words: nonzero only for odd shards of features, whose loads are unaligned.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import Unpack
 

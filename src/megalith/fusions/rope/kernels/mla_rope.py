@@ -1,7 +1,7 @@
 """Triton kernels of the keys and values of fused_mla_yarn_rope_apply.
 
-T = S * B tokens, A heads of K + V columns read and K + 2 * HALF and V written. A program has BLOCK_T tokens, all heads
-of each: the shared part of the keys is read and rotated once, and its gradient is summed over the heads in registers.
+T = S * B tokens, A heads of K + V columns read and K + 2 * HALF and V written. A program handles all heads of BLOCK_T
+tokens: the shared part of the keys is read and rotated once, and its gradient is summed over the heads in registers.
 """
 
 import triton
@@ -16,7 +16,7 @@ from megalith.fusions.rope.rotation import Tables, reads_pairs
 
 __all__ = ["op"]
 
-_TILE = 2048  # elements of a tile, untuned
+_TILE = 2048  # elements per tile, untuned
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from column REST_START on, are copied. A tile is [BLOCK_T tokens, BLOCK_A heads,
 once for all heads. Tokens and heads may be strided; columns are contiguous.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import Any, Unpack
 
@@ -21,7 +21,7 @@ from megalith.fusions.rope.rotation import Rotation, Tables, reads_pairs
 
 __all__ = ["load_parts", "load_tables", "op", "rotate", "store_parts", "table_arguments"]
 
-_TILE, _WARPS = 2048, 4  # elements of a tile, untuned
+_TILE, _WARPS = 2048, 4  # elements per tile, untuned
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def _backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
     for heads, dx, dweight in ((of_q, dq, dq_weight), (of_k, dk, dk_weight)):
         if heads.weight is not None:
             _norm_back(heads, table, back, dx, dweight)
-        elif heads.dy.dim() > 1:  # one of the two is not normalised
+        elif heads.dy.dim() > 1:  # one of the two is not normalized
             _rotate(heads.dy, None, table, None, None, back, (dx, *results[1:]))
     return results
 
@@ -311,8 +311,8 @@ def _rotate(
 
 def _norm_back(heads: Heads, table: Tables, back: Rotation, dx: Tensor, dweight: Tensor) -> None:
     dy, x, weight, rstd = heads
-    assert x is not None, "normalised heads are saved"
-    assert weight is not None, "asked for normalised heads only"
+    assert x is not None, "normalized heads are saved"
+    assert weight is not None, "called for normalized heads only"
     S, B, A, D = x.shape
     if x.numel() == 0:
         dweight.zero_()
@@ -331,7 +331,7 @@ def _norm_back(heads: Heads, table: Tables, back: Rotation, dx: Tensor, dweight:
 
 
 def table_arguments(table: Tables) -> tuple[Tensor | int | None, ...]:
-    """What kernels take of the tables, in order: pointers, strides, and the number of rows."""
+    """The kernel arguments for the tables: pointers, strides and the number of rows."""
     cos, sin, positions = contiguous_columns(table.cos), contiguous_columns(table.sin), table.positions
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -344,7 +344,7 @@ def _batch_stride(x: Tensor) -> int:
 
 
 def _sizes(D: int, table: Tables, how: Rotation) -> dict[str, Any]:
-    """Constants of both kernels, of columns."""
+    """Compile-time constants of both kernels that concern columns."""
     HALF = table.cos.shape[-1]
     TIMES, HEIGHTS, _ = how.sections or (None, None, None)
     return {
@@ -360,7 +360,7 @@ def _sizes(D: int, table: Tables, how: Rotation) -> dict[str, Any]:
 
 
 def _tile(num_heads: int, sizes: dict[str, Any]) -> tuple[int, int]:
-    """Tokens and heads of a tile: as many heads as it can hold, and more tokens if they are few."""
+    """Tokens and heads per tile: as many heads as fit, and more tokens if there are few heads."""
     D, HALF = sizes["D"], sizes["HALF"]
     rest = triton.next_power_of_2(D - 2 * HALF) if D > 2 * HALF else 0
     width = triton.next_power_of_2(2 * triton.next_power_of_2(HALF) + rest)

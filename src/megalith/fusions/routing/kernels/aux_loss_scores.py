@@ -1,4 +1,4 @@
-"""Triton kernels of aux_loss_scores: whole rows of a few tokens a program, as in topk_router."""
+"""Triton kernels of aux_loss_scores: a program holds whole rows of a few tokens, as in topk_router."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,6 @@
 """Triton kernels of fused_indices_converter.
 
-T tokens (rows), E experts (columns), K slots. All inputs may be strided both ways: rows of indices are short.
+T tokens (rows), E experts (columns), K slots. Inputs may be strided in both dimensions: rows of indices are short.
 """
 
 import triton
@@ -12,8 +12,8 @@ from megalith.fusions.routing.indices_converter_formulas import TO_INDICES_OPERA
 
 __all__ = ["to_indices_op", "to_multihot_op"]
 
-_BLOCK = 1024  # untuned: entries of a tile of several tokens
-_MAX_BLOCK_E = 4096  # untuned: columns of a tile at most
+_BLOCK = 1024  # untuned: entries per tile of several tokens
+_MAX_BLOCK_E = 4096  # untuned: largest number of columns per tile
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def _to_indices(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Ten
 
 
 def _tile(num_experts: int) -> tuple[int, int, int]:
-    """Tokens and columns of a tile, and the warps that hold it."""
+    """Tokens and columns per tile, and its number of warps."""
     block_e = min(_MAX_BLOCK_E, triton.next_power_of_2(num_experts))
     return max(1, _BLOCK // block_e), block_e, max(4, block_e // 256)
 

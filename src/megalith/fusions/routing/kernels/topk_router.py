@@ -1,9 +1,9 @@
 """Triton kernels of fused_topk_router and of the scores for its auxiliary loss.
 
-T tokens (rows), E experts (columns), K chosen. A program holds whole rows of a few tokens. Rows may be strided.
+T tokens (rows), E experts (columns), K chosen experts. A program holds whole rows of a few tokens. Rows may be strided.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import Unpack
 
@@ -19,14 +19,14 @@ from megalith.fusions.routing.topk_router_formulas import OPERATOR, Choice
 
 __all__ = ["TAKEN", "key_of", "op", "score", "slope", "softmax_of_rows", "take", "tile"]
 
-_BLOCK = 1024  # untuned: entries of a tile of several tokens
+_BLOCK = 1024  # untuned: entries per tile of several tokens
 _EPSILON, _FAR = tl.constexpr(EPSILON), tl.constexpr(FAR)
 TAKEN = tl.constexpr(-(2**31))  # below the key of every number
 _GREATEST = tl.constexpr(2**31 - 1)
 
 
 def tile(num_experts: int) -> dict[str, int]:
-    """Tokens and columns of a tile, and the warps that hold it."""
+    """Tokens and columns per tile, and its number of warps."""
     block_e = triton.next_power_of_2(num_experts)
     return {"BLOCK_T": max(1, _BLOCK // block_e), "BLOCK_E": block_e, "num_warps": min(32, max(4, block_e // 256))}
 

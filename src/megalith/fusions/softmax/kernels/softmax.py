@@ -1,11 +1,11 @@
 """Triton kernels of masked_softmax.
 
-Rows are (batch, head, query), columns keys. A row lies in one block of columns, or, wider, is gone through in steps of
-one. LEFT and RIGHT bound a query's window; keys outside of it are not loaded, in steps of 16 so that loads stay wide.
-Masks are read by their strides, 0 where they broadcast; MASK_K is that of their columns.
+Rows are (batch, head, query), columns are keys. A row fits in one block of columns, or is processed block by block if
+it is wider. LEFT and RIGHT bound a query's window; keys outside it are skipped in steps of 16, so that loads stay wide.
+Masks are read by their strides, 0 where they broadcast; MASK_K is the stride of their columns.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import Unpack
 
@@ -21,8 +21,8 @@ from megalith.fusions.softmax.formulas import OPERATOR, BackSettings, Settings, 
 
 __all__ = ["op"]
 
-_OF_WARP = 512  # 16 numbers a thread
-_SECTOR = tl.constexpr(16)  # columns of 16 bits that a GPU reads together: 32 bytes
+_OF_WARP = 512  # 16 numbers per thread
+_SECTOR = tl.constexpr(16)  # 16-bit columns in the 32 bytes that a GPU reads at a time
 
 
 @triton.jit
