@@ -120,7 +120,7 @@ CONVERSION_MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
     "import: a tensor is missing": (convert(lambda tensors: tensors.pop(_NORM)), rf"missing: {_NORM}"),
     "import: a tensor too many": (convert(lambda tensors: tensors.update(x=torch.ones(1))), r"unexpected: x \[1\]"),
-    "import: whole numbers for weights": (
+    "import: integers for weights": (
         convert(lambda tensors: tensors.update({_NORM: torch.ones(32, dtype=torch.int32)})),
         rf"must have one of the dtypes F64, F32, BF16, F16; {_NORM} is I32",
     ),

@@ -81,7 +81,7 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
     # three at once
     "a range, a type and a name": (override("optim.lr=-1", "train.steps=x", "foo=1"), r"3 settings(.|\n)*foo"),
     "the same, the range": (override("optim.lr=-1", "train.steps=x", "foo=1"), r"optim.lr must be above 0"),
-    "the same, the type": (override("optim.lr=-1", "train.steps=x", "foo=1"), r"train.steps must be a whole number"),
+    "the same, the type": (override("optim.lr=-1", "train.steps=x", "foo=1"), r"train.steps must be an integer"),
     # names of other programs
     **{
         f"{name} of other programs": (override(f"{name}=1"), rf"did you mean {meant}\?")
@@ -103,9 +103,9 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
         for setting, says in {
             "train.seed=9223372036854775808": "train.seed must be below 9223372036854775808",
             "train.seed=-1": "train.seed must be at least 0",
-            "train.seed=1.5": "train.seed must be a whole number",
+            "train.seed=1.5": "train.seed must be an integer",
             "train.steps=0": "train.steps must be at least 1",
-            "train.steps=1e3": "train.steps must be a whole number; got 1000.0; use train.steps=1000",
+            "train.steps=1e3": "train.steps must be an integer; got 1000.0; use train.steps=1000",
             "train.steps=99999999999999999999": "train.steps must be at most",
             "train.steps=null": "train.steps is missing",
             "train.micro_batch_size=0": "train.micro_batch_size must be at least 1",
@@ -152,7 +152,7 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
             "resume=maybe": "resume must be 'auto' or 'never'",
             "run=''": "run must not be empty",
             "experimental=[teleport]": "'teleport' is not a feature",
-            f"train.steps={HUGE}": "a whole number of 5,000 digits",
+            f"train.steps={HUGE}": "an integer of 5,000 digits",
             "train.steps=" + "[" * 300: "more than 20 levels",
             "optim.lr=[1": "cannot be read as YAML",
             "optim.lr": "must look like optim.lr=3e-4",
@@ -259,12 +259,12 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
 # what another launcher, or a forgotten variable, says: (the variables, what the message must say)
 ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
     ({"RANK": "0"}, "WORLD_SIZE is not set"),
-    ({"RANK": "", "WORLD_SIZE": "1"}, "RANK must be a whole number of at least 0; got ''"),
-    ({"RANK": "x", "WORLD_SIZE": "1"}, "RANK must be a whole number of at least 0; got 'x'"),
-    ({"RANK": "-1", "WORLD_SIZE": "1"}, "RANK must be a whole number of at least 0; got '-1'"),
+    ({"RANK": "", "WORLD_SIZE": "1"}, "RANK must be an integer of at least 0; got ''"),
+    ({"RANK": "x", "WORLD_SIZE": "1"}, "RANK must be an integer of at least 0; got 'x'"),
+    ({"RANK": "-1", "WORLD_SIZE": "1"}, "RANK must be an integer of at least 0; got '-1'"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK \(2\) must be below WORLD_SIZE \(2\)"),
-    ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE must be a whole number of at least 1"),
-    ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number of at least 1; got 'two'"),
+    ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE must be an integer of at least 1"),
+    ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE must be an integer of at least 1; got 'two'"),
     ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE must be"),
     ({"RANK": "0", "WORLD_SIZE": "²"}, "WORLD_SIZE must be"),
     ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK must be"),

@@ -79,7 +79,7 @@ def test_malformed_questions_are_told_by_line_before_the_model_is_loaded(run, tm
     assert head == f"error: each line of {tmp_path / 'q'} must be {wanted}:"
     assert lines == [
         "  line 2: it is not a JSON object in UTF-8",
-        "  line 3: answer must be a whole number from 0 to 1; got 2",
+        "  line 3: answer must be an integer from 0 to 1; got 2",
     ]
 
 

@@ -178,7 +178,7 @@ ATTACKS = {
         tensors(lambda found, key: found.update({key: found[key].new_ones(3, 5)})),
         r"wrong shape: .*; got \[3, 5\]",
     ),
-    "a tensor of whole numbers": (tensors(lambda found, key: found.update({key: found[key].int()})), "is I32"),
+    "a tensor of integers": (tensors(lambda found, key: found.update({key: found[key].int()})), "is I32"),
     "a tokenizer of more tokens": (larger_tokenizer, r"tokenizer\.json must have ids below 271"),
     "an end that the tokenizer does not have": (config(eos_token_id=5000), "must have an end-of-document token, 5000"),
     "a tokenizer nested 100,000 deep": (content(TOKENIZER, NESTED), r"tokenizer\.json must be a tokenizer\.json"),

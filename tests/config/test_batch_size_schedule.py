@@ -41,7 +41,7 @@ def test_thresholds_in_tokens_are_rounded_down_to_samples():
         ("0:16,10:32", None, "must look like 10K:32"),
         ("0:-1", None, "must look like"),
         ("0:1.5", None, "must look like"),
-        ("0:16 1.0005K:32", None, "must be whole numbers; got '1.0005K:32'"),
+        ("0:16 1.0005K:32", None, "must be integers; got '1.0005K:32'"),
         ("0:16 1G:32", None, "must look like"),
         ("0:\u0661", None, "must look like"),  # a digit, but not one of ours
     ],

@@ -183,7 +183,7 @@ def test_unknown_overrides_wrong_types_and_broken_rules_are_told_together():
     assert first == "8 settings are invalid:"
     for wanted in (
         "optim.lr must be above 0",
-        "train.steps must be a whole number; got 'x'",
+        "train.steps must be an integer; got 'x'",
         "there is no setting foo",
         "must look like optim.lr=3e-4; got 'optim'",
         "optim.eps is now optim.adamw.eps, and both are given",

@@ -83,7 +83,7 @@ def test_other_readers_read_what_is_written_too(value):
         ("a: 1\nb: !!bool 7", r"tagged bool but is not a valid bool .*line 2"),
         ("!!float [1]", r"tagged float but is not a valid float"),
         ("!!timestamp 2024-13-99", r"could not determine a constructor"),
-        ("a: " + "9" * 5000, r"whole number of 5,000 digits; settings may have at most 100"),
+        ("a: " + "9" * 5000, r"integer of 5,000 digits; settings may have at most 100"),
         ("[" * 500 + "]" * 500, r"more than 20 levels"),
         ("{a: " * 50_000, r"more than 20 levels"),
         ("a: [" + "1, " * 5000 + "]", r"more than 4,000 values"),

@@ -26,7 +26,7 @@ def test_each_line_is_a_question(tmp_path):
         (b'{"context": "", "choices": ["a"], "answer": 0}', "choices must be at least two non-empty texts; got ['a']"),
         (b'{"context": "", "choices": ["a", ""], "answer": 0}', "non-empty texts; got ['a', '']"),
         (b'{"context": "", "choices": "ab", "answer": 0}', "choices must be at least two non-empty texts; got 'ab'"),
-        (b'{"context": "", "choices": ["a", "b"], "answer": 2}', "answer must be a whole number from 0 to 1; got 2"),
+        (b'{"context": "", "choices": ["a", "b"], "answer": 2}', "answer must be an integer from 0 to 1; got 2"),
         (b'{"context": "", "choices": ["a", "b"], "answer": true}', "from 0 to 1; got True"),
         (b'{"context": "", "choices": ["a", "b"], "answer": -1}', "from 0 to 1; got -1"),
         (b'{"context": 3, "choices": []}', "context must be text; got 3; choices must be"),

@@ -275,7 +275,7 @@ def test_states_of_megatron_are_read_also_old_ones():
 def test_a_state_of_another_unit_or_without_a_position_is_refused():
     with pytest.raises(CheckpointError, match="this scheduler counts steps, but the loaded state counts samples"):
         scheduler().load_state_dict(scheduler(unit="samples").state_dict())
-    with pytest.raises(CheckpointError, match=r"scheduler\.num_steps must be a whole number .*; it is missing"):
+    with pytest.raises(CheckpointError, match=r"scheduler\.num_steps must be an integer .*; it is missing"):
         scheduler().load_state_dict({"max_lr": 1.0})
 
 

@@ -49,7 +49,7 @@ def test_what_is_no_count_is_refused_by_its_dotted_name(value):
     fields = JsonFields({"o": {"n": value}}).object("o")
     with pytest.raises(CheckpointError) as caught:
         fields.count("n")
-    assert str(caught.value) == f"o.n must be a whole number from 0 to 100000000000000; got {shown(value)}; {WAY_OUT}"
+    assert str(caught.value) == f"o.n must be an integer from 0 to 100000000000000; got {shown(value)}; {WAY_OUT}"
 
 
 @pytest.mark.parametrize("value", [-0.5, math.nan, math.inf, 10**400, True, "2", None, [1.0]])

@@ -367,7 +367,7 @@ def test_a_state_of_the_wrong_shape_is_one_message_on_every_rank(finished, run):
     state = json.loads((newest / "state.json").read_text())
     state["train"]["step"] = "4"
     replace_listed(newest, "state.json", json.dumps(state).encode())
-    says = f'{newest}/state.json: train.step must be a whole number from 0 to 100000000000000; got "4"; {WAY_OUT}'
+    says = f'{newest}/state.json: train.step must be an integer from 0 to 100000000000000; got "4"; {WAY_OUT}'
     assert refusal(finished, run, num_ranks=2) == f"error on every rank: {says}"
     evaluated = here("eval", newest, "--data", finished / "text")
     assert (evaluated.code, evaluated.err) == (2, f"error: {says}\n")

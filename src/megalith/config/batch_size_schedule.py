@@ -78,7 +78,7 @@ def _read(entry: str) -> tuple[int, int]:
     number, unit, batch = match.groups()
     threshold = Fraction(number) * _UNITS[unit]
     if threshold.denominator != 1:
-        raise ConfigError(f"thresholds of a batch size schedule must be whole numbers; got {entry!r}")
+        raise ConfigError(f"thresholds of a batch size schedule must be integers; got {entry!r}")
     if int(batch) < 1:
         raise ConfigError(f"batch sizes of a schedule must be at least 1; got {entry!r}")
     return int(threshold), int(batch)

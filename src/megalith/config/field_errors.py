@@ -195,7 +195,7 @@ def _entries(count: int) -> str:
 
 _WANTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "bool_type": lambda _: "must be true or false",
-    "int_type": lambda _: "must be a whole number",
+    "int_type": lambda _: "must be an integer",
     "float_type": lambda _: "must be a number",
     "finite_number": lambda _: "must be finite",
     "string_type": lambda _: "must be text",

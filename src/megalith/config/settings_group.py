@@ -32,7 +32,7 @@ __all__ = [
 # the rules itself, once.
 FIELDS_ALONE: Mapping[str, bool] = MappingProxyType({"fields alone": True})
 
-# A bound on every whole number keeps rules fast (they look for divisors) and products within what tensors can index.
+# A bound on every integer keeps rules fast (they look for divisors) and products within what tensors can index.
 LARGEST_SIZE = 2**31 - 1  # of a dimension, a batch, or a number of ranks
 LARGEST_COUNT = 2**63 - 1  # of steps or samples
 

@@ -98,8 +98,8 @@ def _type(annotation: Any) -> str:
         return f"{_type(arguments[1])} by name"
     if origin is tuple:
         kind = "entries, below" if arguments[0] is ParamGroupOverride else _type(arguments[0])
-        return f"list of {kind}{'s' if kind == 'number' else ''}"
-    return {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}[annotation]
+        return f"list of {kind}{'s' if kind in ('number', 'integer') else ''}"
+    return {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null"}[annotation]
 
 
 def _default(field: FieldInfo) -> str:

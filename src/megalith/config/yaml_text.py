@@ -1,7 +1,7 @@
 """YAML as people write settings: ``3e-4`` is a number, ``no`` and ``12:30`` are text, a key given twice is an error.
 
 PyYAML reads YAML 1.1, where the first is text and the others are false and 750. Reading here follows the core schema of
-YAML 1.2.2 (section 10.3.2), plus underscores in whole numbers; writing quotes text that either version would misread.
+YAML 1.2.2 (section 10.3.2), plus underscores in integers; writing quotes text that either version would misread.
 """
 
 import math
@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 18  # limit on a settings file; a run's settings take about 2 
 _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
 _MOST_LEVELS = 20  # of nesting; a run's settings have five
 _MOST_NODES = 4_000  # values and names in a file; a run's settings have about 150
-_MOST_DIGITS = 100  # of a whole number; Python refuses to print more than 4300
+_MOST_DIGITS = 100  # of an integer; Python refuses to print more than 4300
 
 _BREAK = re.compile("[\r\x85\u2028\u2029\ufeff]")
 _SCALARS = {
@@ -115,7 +115,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
         if kind == "int":
             if len(node.value) > _MOST_DIGITS:
-                message = f"a whole number of {len(node.value):,} digits; settings may have at most {_MOST_DIGITS}"
+                message = f"an integer of {len(node.value):,} digits; settings may have at most {_MOST_DIGITS}"
                 raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
             return int(node.value)  # base 10 always: 010 is ten
         return {

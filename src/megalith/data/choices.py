@@ -75,7 +75,7 @@ def _problems(record: Any) -> Iterator[str]:
     if not isinstance(choices, list) or len(choices) < 2 or not all(_is_text(choice) and choice for choice in choices):
         yield f"choices must be at least two non-empty texts; got {choices!r:.60}"
     elif type(answer) is not int or not 0 <= answer < len(choices):
-        yield f"answer must be a whole number from 0 to {len(choices) - 1}; got {answer!r:.60}"
+        yield f"answer must be an integer from 0 to {len(choices) - 1}; got {answer!r:.60}"
 
 
 def _is_text(value: Any) -> bool:

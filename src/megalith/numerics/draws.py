@@ -26,7 +26,7 @@ class Draws:
         return _uniform(self._words, n)
 
     def below(self, n: int) -> int:
-        """Returns a whole number in [0, n); n is at most 2**32."""
+        """Returns an integer in [0, n); n is at most 2**32."""
         return int(self.uniform(1)[0] * n)
 
     def chance(self, probability: float) -> bool:

@@ -45,10 +45,10 @@ class JsonFields:
     name: str = ""
 
     def count(self, field: str, *, at_least: int = 0, at_most: int = MOST_COUNTED) -> int:
-        """Returns a whole number; ``true`` and ``2.0`` are rejected."""
+        """Returns an integer; ``true`` and ``2.0`` are rejected."""
         value = self.values.get(field)
         if type(value) is not int or not at_least <= value <= at_most:
-            raise self.wrong(field, f"a whole number from {at_least} to {at_most}")
+            raise self.wrong(field, f"an integer from {at_least} to {at_most}")
         return value
 
     def number(self, field: str, *, at_least: float = 0.0) -> float:
