@@ -7,7 +7,7 @@ import torch
 from tests.fusions.harness import Case, all_cases
 from tests.kernel_reports import TARGETS, Launch, Resources, compile_for, launches, without_interpreter
 
-__all__ = ["PAGE", "SPILL_BUDGET", "Key", "Report", "compile_kernels", "page", "parts_of"]
+__all__ = ["DTYPES", "PAGE", "SPILL_BUDGET", "Key", "Report", "compile_kernels", "page", "parts_of"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 

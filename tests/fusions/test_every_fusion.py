@@ -81,7 +81,8 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def matrix() -> list[Any]:
     """Every case on every path in every dtype at every width; `make test` takes a sample.
 
-    It has each case on each path, and each operation on each path in each dtype and at each width of the sample.
+    It has each case, and each operation on each path in float32 and in 16 bits, in each dtype and at each width of the
+    sample.
     """
     parameters = []
     for _, cases in itertools.groupby(CASES, lambda case: case.fusion.name):
@@ -99,7 +100,7 @@ def matrix() -> list[Any]:
 
 def shown_by(call: tuple[Case, str, torch.dtype, int]) -> set[Hashable]:
     case, path, dtype, width = call
-    return set() if width not in sample_of(case.widths) else {(str(case), path), (path, dtype), width}
+    return set() if width not in sample_of(case.widths) else {str(case), dtype, width, (path, dtype is torch.float32)}
 
 
 def sample_of(widths: Sequence[int]) -> Sequence[int]:
@@ -116,7 +117,7 @@ def test_results_and_gradients_match_float64(case, path, dtype, width, device):
     case.assert_accurate(case.make(3 if path == "triton" else 5, width, dtype, device), path)
 
 
-@on_paths(CASES)
+@on_paths(CASES, sample=of_each_operation_on_each_path)
 def test_no_rows_give_no_rows_and_zero_sums(case, path, device):
     inputs = small(case, device, num_rows=0)
     case.assert_accurate(inputs, path)
@@ -171,7 +172,7 @@ def test_two_runs_and_a_recomputed_one_are_equal_bit_for_bit(case, path, device)
     assert_equal(dataclasses.replace(case, compute=recomputed).run(inputs, path, dy), want)
 
 
-@on_paths(CASES, sample=of_each_operation_on_each_path)
+@on_paths(CASES, sample=of_each_operation)
 def test_autocast_does_not_reach_inside(case, path, device):
     inputs = small(case, device)
     dy = case.upstream(inputs, path)
@@ -319,7 +320,7 @@ def test_kernels_move_the_bytes_of_the_floor_and_touch_each_once(case, path):
     assert backward.visits <= floor.backward_visits
 
 
-@on_paths([case for case in CASES if case.cost], OURS, sample=of_each_operation_on_each_path)
+@on_paths([case for case in CASES if case.cost], OURS, sample=of_each_operation)
 def test_what_is_kept_for_backward_is_what_the_table_says(case, path, device):
     inputs = case.make(4, 1536 if 1536 in case.widths else case.widths[-1], torch.bfloat16, device)
     assert saved_bytes(lambda: case.compute(**inputs, backend=path)) == case.cost(**inputs).saved

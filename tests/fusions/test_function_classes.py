@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megalith.errors import BackendError
 from megalith.fusions.core.registry import FUSIONS
 from tests.accuracy import assert_accurate
 from tests.fusions.observe import saved_bytes
+from tests.sampling import sampled
 
 T, F, HALF = (2, 3, 10), 10, 5
 PATHS = ("triton", "blocked", "reference")
@@ -211,8 +213,7 @@ def test_backward_runs_twice_and_a_second_derivative_raises(given):
         dx.sum().backward()
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("given", GIVEN, ids=str)
+@pytest.mark.parametrize(("given", "path"), sampled([*product(GIVEN, PATHS)]))
 def test_autograd_sees_who_writes_into_operands_and_results(given, path):
     def gradients(written: str) -> list[Tensor]:
         leaves = given.leaves()

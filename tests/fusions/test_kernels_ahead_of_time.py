@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from tests.fusions.harness import all_cases, first_of_each_operation
-from tests.fusions.kernel_table import PAGE, SPILL_BUDGET, Report, compile_kernels, launches_of, page, parts_of
+from tests.fusions.kernel_table import DTYPES, PAGE, SPILL_BUDGET, Report, compile_kernels, launches_of, page, parts_of
 from tests.kernel_reports import TARGETS, Launch, launches, ptx, without_interpreter
 
 
@@ -53,10 +53,10 @@ def large_memory() -> Iterator[None]:
         yield
 
 
-def compile_for_large_memory(targets: tuple[str, ...]) -> Report:
+def compile_for_large_memory(names: list[str], targets: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> Report:
     """Runs where kernels are born compiled."""
     with large_memory():
-        return compile_kernels(OF_LARGE_MEMORY, targets)
+        return compile_kernels(names, targets, dtypes)
 
 
 def launched_for_large_memory() -> dict[str, list[int]]:
@@ -75,8 +75,15 @@ def launched_for_large_memory() -> dict[str, list[int]]:
     return found
 
 
-def test_what_is_taken_where_there_is_much_shared_memory_fits_and_spills_nothing():
-    report = without_interpreter(compile_for_large_memory, ("sm_90", "sm_100"))
+@pytest.mark.parametrize(
+    ("names", "targets", "dtypes"),
+    [
+        pytest.param(["attention", "layer norm"], ("sm_90",), (torch.bfloat16,), id="two operations"),
+        pytest.param(OF_LARGE_MEMORY, ("sm_90", "sm_100"), DTYPES, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_taken_where_there_is_much_shared_memory_fits_and_spills_nothing(names, targets, dtypes):
+    report = without_interpreter(compile_for_large_memory, names, targets, dtypes)
     assert over_budget(report) == {}
     assert max(used.shared for used in report.values()) <= LARGE
     for kernel in ("attention._forward_kernel", "norm.backward_kernel"):  # more than an A100 or less has

@@ -45,7 +45,7 @@ def test_the_left_tail_keeps_its_digits(backend, device):
     torch.testing.assert_close(bias_gelu_impl(x, None, backend=backend).double(), want, rtol=3e-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", [*PATHS, compiles])
+@pytest.mark.parametrize("backend", [*PATHS, pytest.param("compile", marks=[*compiles.marks, pytest.mark.slow])])
 def test_the_exact_form_and_its_slope_are_those_of_erfc_in_both_tails(backend, device):
     x = torch.linspace(-13.0, 13.0, 2001, device=device)[None].requires_grad_()
     y = bias_gelu_impl(x, None, approximate="none", backend=backend)

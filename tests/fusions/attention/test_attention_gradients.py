@@ -1,5 +1,7 @@
 """attention_gradients: back through one part of the keys from the merged result, as autograd goes through the merge."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from megalith.errors import ShapeError
 from megalith.fusions import fused_attention, merge_attention
 from megalith.fusions.attention.attention import attention_gradients
 from megalith.packed_seq_params import PackedSeqParams
+from tests.sampling import sampled
 
 SQ, B, A, G, D = 9, 3, 4, 2, 16
 NEAR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -32,19 +35,21 @@ def example(num_keys: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(S, B, heads, D, generator=generator, dtype=torch.float64) for S, heads in shapes)
 
 
-@pytest.mark.parametrize("part_of", PARTS)
+HOW = [
+    ("reference", torch.float64, {}),
+    ("aten", torch.float32, {"scale": 0.4}),
+    ("triton", torch.float32, {}),
+    ("aten", torch.bfloat16, {}),
+    ("reference", torch.float64, CAPPED),
+    ("triton", torch.float32, CAPPED),
+]
+
+
 @pytest.mark.parametrize(
-    ("backend", "dtype", "of_scores"),
-    [
-        ("reference", torch.float64, {}),
-        ("aten", torch.float32, {"scale": 0.4}),
-        ("triton", torch.float32, {}),
-        ("aten", torch.bfloat16, {}),
-        ("reference", torch.float64, CAPPED),
-        ("triton", torch.float32, CAPPED),
-    ],
+    ("how", "part_of"), sampled([*product(HOW, PARTS)], lambda case: {str(case[0]), (case[0][0], case[1])})
 )
-def test_it_is_the_gradient_through_a_merge(backend, dtype, of_scores, part_of):
+def test_it_is_the_gradient_through_a_merge(how, part_of):
+    backend, dtype, of_scores = how
     num_keys, window, documents = PARTS[part_of]
     q, k, v, k_other, v_other, dout = example(num_keys)
     leaves = [x.requires_grad_() for x in (q, k, v)]

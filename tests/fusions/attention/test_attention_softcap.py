@@ -14,14 +14,22 @@ from tests.fusions.attention.cases_of_attention import formula
 from tests.fusions.attention.test_fused_attention import OPTIONS, assert_near, in_double, qkv, with_gradients
 
 CAPPED_PATHS = ("triton", "reference")
+# of the kernels, which take seconds in the interpreter: each dtype once, with the least work, and a window
+IN_MAKE_TEST = {(torch.float32, "window ahead"), (torch.bfloat16, "all keys")}
+CASES = [
+    pytest.param(
+        path, dtype, name, marks=() if path == "reference" or (dtype, name) in IN_MAKE_TEST else pytest.mark.slow
+    )
+    for path in CAPPED_PATHS
+    for dtype in (torch.float32, torch.bfloat16)
+    for name in OPTIONS
+]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", CAPPED_PATHS)
-def test_a_softcap_goes_with_every_option(backend, dtype, options, device):
+@pytest.mark.parametrize(("backend", "dtype", "name"), CASES, ids=str)
+def test_a_softcap_goes_with_every_option(backend, dtype, name, device):
     leaves = qkv(129, 191, (4, 2), dtype=dtype, device=device)
-    options = options | {"softcap": 0.8}  # below the larger half of the scores
+    options = OPTIONS[name] | {"softcap": 0.8}  # below the larger half of the scores
     got = with_gradients(functools.partial(fused_attention, backend=backend, **options), leaves)
     assert_near(got, with_gradients(functools.partial(formula, **options), in_double(leaves)), dtype)
 

@@ -4,6 +4,7 @@ GPT-2 has 50257 words, and its output layers commonly have 50304 columns.
 """
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from tests.kernel_reports import TARGETS, launches, widest_load, without_interpreter
+from tests.sampling import sampled
 
 # what numpy says of it in the interpreter; a GPU says nothing
 infinite = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
@@ -39,11 +41,14 @@ def test_logits_are_loaded_16_bytes_at_a_time_whatever_the_number_of_words(dtype
         assert without_interpreter(widths, num_words, 50304, dtype) == dict.fromkeys(ROW_BY_ROW, 16), num_words
 
 
+OPTIONS = [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}, {"softcap": 3.0, "label_smoothing": 0.1}]
+PATHS = ("triton", "blocked", "reference")
+
+
 @infinite
-@pytest.mark.parametrize("path", ["triton", "blocked", "reference"])
-@pytest.mark.parametrize("num_words", [48, 50, 63, 64])
 @pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}, {"softcap": 3.0, "label_smoothing": 0.1}], ids=str
+    ("options", "num_words", "path"),
+    sampled([*product(OPTIONS, (48, 50, 63, 64), PATHS)], lambda case: {(str(case[0]), case[2]), case[1:]}),
 )
 def test_the_padding_counts_for_nothing_even_where_it_is_nan_or_infinite(options, num_words, path, device):
     torch.manual_seed(0)

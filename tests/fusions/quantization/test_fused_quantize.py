@@ -1,5 +1,7 @@
 """Quantised tensors: every number of 16 bits on every path, scales by hand, what is not finite, and refusals."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import Quantized, dequantize, quantize
 from tests.fusions.quantization.cases_of_quantize import nearest
 from tests.kernel_reports import in_interpreter
+from tests.sampling import sampled
 
 PATHS = ("triton", "blocked", "reference")
 KINDS = ("tensor", "row", "block128", "block128x128", "mxfp8", "nvfp4")
@@ -28,10 +31,12 @@ def every_number(dtype: torch.dtype, largest: float, width: int, device: str) ->
     return torch.nn.functional.pad(x, (0, 1), value=largest).to(device)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", ["tensor", "row"])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("of", [torch.bfloat16, torch.float16], ids=str)
+OF_16_BITS = [*product([torch.bfloat16, torch.float16], [E4M3, E5M2], ["tensor", "row"], PATHS)]
+
+
+@pytest.mark.parametrize(
+    ("of", "dtype", "kind", "path"), sampled(OF_16_BITS, lambda case: {case[:2], case[2], (case[3], case[1])})
+)
 def test_every_number_of_16_bits_goes_to_the_nearest_of_8(of, dtype, kind, path, device):
     x = every_number(of, LARGEST[dtype], 8192, device)
     quantized = quantize(x, kind, dtype=dtype, backend=path)
@@ -96,9 +101,12 @@ def test_zeros_come_back_as_zeros_with_finite_scales(kind, path, device):
     assert torch.equal(dequantize(quantized), torch.zeros(2, 130, device=device))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("of", "kind", "path"),
+    sampled(
+        [*product([torch.float32, torch.bfloat16, torch.float16], KINDS, PATHS)], lambda case: {case[1:], case[::2]}
+    ),
+)
 def test_the_smallest_and_the_largest_numbers_do_not_overflow(of, kind, path, device):
     smallest = torch.tensor(1, dtype=torch.int32 if of == torch.float32 else torch.int16).view(of).item()
     for size in (smallest, torch.finfo(of).tiny, torch.finfo(of).max):
