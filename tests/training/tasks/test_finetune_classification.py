@@ -81,11 +81,11 @@ def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
 @pytest.mark.parametrize(
     ("parallel", "activation"),
     [
-        ({"tensor": 2, "sequence": True}, "tanh"),
+        pytest.param({"tensor": 2, "sequence": True}, "tanh", marks=pytest.mark.slow),
         ({"tensor": 2, "sequence": True}, "gelu"),
         ({"context": 2}, "relu"),
         ({"pipeline": 2}, "gelu_tanh"),
-        ({"shard": 2}, "tanh"),
+        pytest.param({"shard": 2}, "tanh", marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_learns_the_same(parallel, activation, tmp_path):

@@ -69,7 +69,13 @@ def train(tree: dict[str, Any]) -> None:
     pretrain(load_run(tree), str, str)
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+# one of each architecture of theirs, one of them with a classifier
+IN_MAKE_TEST = ("pretraining", "roberta", "rotary, classification", "t5")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in IN_MAKE_TEST else pytest.mark.slow) for kind in SETTINGS]
+)
 def test_a_run_comes_back_from_hugging_face_bit_for_bit_and_loads_there_without_a_warning(
     kind, tmp_path, caplog, monkeypatch
 ):
@@ -146,7 +152,11 @@ def test_the_folder_names_the_special_tokens(kind, special, tmp_path):
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "dtype"),
-    [(1, {}, "bfloat16"), (2, {"tensor": 2}, "float32"), (2, {"pipeline": 2}, "float32")],
+    [
+        (1, {}, "bfloat16"),
+        pytest.param(2, {"tensor": 2}, "float32", marks=pytest.mark.slow),
+        (2, {"pipeline": 2}, "float32"),
+    ],
 )
 def test_the_binary_head_that_a_roformer_lacks_is_left_out_and_told(
     num_ranks, parallel, dtype, tmp_path, caplog, monkeypatch
