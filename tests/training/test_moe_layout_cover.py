@@ -5,6 +5,7 @@ from itertools import combinations, product
 import pytest
 
 from tests.rank_pool import ranks
+from tests.sampling import cover
 from tests.tiny_run import settings
 from tests.training.moe_cover import (
     AXES,
@@ -19,10 +20,13 @@ from tests.training.moe_cover import (
 from tests.training.on_ranks import first_steps
 from tests.training.reference import differences, reference
 
-NUMBER, IN_MAKE_TEST = 60, 8
+NUMBER, OF_FEW_RANKS = 60, 8
 ROWS = layouts(NUMBER)
-# of few ranks, which wait for each other less
-FIRST = sorted(ROWS[: IN_MAKE_TEST * 3], key=world_size)[:IN_MAKE_TEST]
+# how experts and tokens are split and how they travel, each once, by few ranks, which wait for each other less
+SPLITS = ("expert", "expert_tensor", "tensor", "context", "pipeline", "replicate", "shard", "method")
+FIRST = cover(
+    sorted(ROWS[: OF_FEW_RANKS * 3], key=world_size)[:OF_FEW_RANKS], lambda row: {(axis, row[axis]) for axis in SPLITS}
+)
 # a capacity drops among the tokens that a rank has, which one process does not know
 APART = {("tensor", 2), ("context", 2), ("router", "global")}
 

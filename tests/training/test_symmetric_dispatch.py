@@ -33,9 +33,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 LAST_LAYER = {"num_layers": 2, "moe": {"num_experts": 4, "layers": [False, True]}}
 CASES = [
     ("experts in every layer", "expert 2"),
-    ("experts of latents, with biases", "expert 2 x tensor 2, sequence, folded"),
+    pytest.param("experts of latents, with biases", "expert 2 x tensor 2, sequence, folded", marks=pytest.mark.slow),
     ("the mixture computed again", "expert 2 x context 2"),
-    ("experts in every other layer, shared ones with a gate", "expert 2 x pipeline 2"),
+    pytest.param(
+        "experts in every other layer, shared ones with a gate", "expert 2 x pipeline 2", marks=pytest.mark.slow
+    ),
 ]
 
 
