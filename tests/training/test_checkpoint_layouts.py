@@ -108,7 +108,7 @@ def check_goes_on(runs: Runs, writer: str, reader: str, folder: Path) -> None:
 
 
 def parameters(choices: dict[str, list[tuple[str, ...]]]) -> list[Any]:
-    """``choices`` of layouts for each model; `make test` has those that end in a small pipeline."""
+    """``choices`` of layouts for each model; `make test` has those of the tied one that end in a small pipeline."""
     return [
         pytest.param(model, *names, id=f"{model}: {' -> '.join(names)}", marks=() if is_small(model, names) else SLOW)
         for model, chosen in choices.items()
@@ -118,7 +118,7 @@ def parameters(choices: dict[str, list[tuple[str, ...]]]) -> list[Any]:
 
 def is_small(model: str, names: tuple[str, ...]) -> bool:
     rows = [LAYOUTS[model][name] for name in names]
-    return all(world_size(row) == 4 for row in rows) and rows[-1]["pipeline"] > 1
+    return MODELS[model]["tied"] and all(world_size(row) == 4 for row in rows) and rows[-1]["pipeline"] > 1
 
 
 EACH = {model: [(name,) for name in rows] for model, rows in LAYOUTS.items()}

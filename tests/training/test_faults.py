@@ -272,7 +272,24 @@ def shared_tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple
     return tree, reference({name: group for name, group in tree.items() if name != "parallel"})
 
 
-@pytest.mark.parametrize("parallel", [TENSOR, SEQUENCE, SHARD, PIPELINE, RING, GATHERED, TRADED], ids=str)
+# of each axis the first in `make test`, with the layout that it breaks; tests/insight/verify has others
+IN_MAKE_TEST = (
+    never_reduce_row_parallel_outputs,
+    average_over_data_parallel_ranks,
+    keep_the_gradients_of_tied_embeddings_apart,
+    next(iter(CONTEXT_FAULTS)),
+)
+LAYOUTS_IN_MAKE_TEST = [(FAULTS | CONTEXT_FAULTS)[fault] for fault in IN_MAKE_TEST]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(parallel, marks=() if parallel in LAYOUTS_IN_MAKE_TEST else pytest.mark.slow)
+        for parallel in (TENSOR, SEQUENCE, SHARD, PIPELINE, RING, GATHERED, TRADED)
+    ],
+    ids=str,
+)
 def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
     tree, want = tree_and_reference
     for found in ranks(2, first_steps_with, nothing, {**tree, "parallel": parallel}):
@@ -281,7 +298,10 @@ def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
 
 @pytest.mark.parametrize(
     ("fault", "parallel"),
-    [pytest.param(*each, id=each[0].__name__) for each in [*FAULTS.items(), *CONTEXT_FAULTS.items()]],
+    [
+        pytest.param(*each, id=each[0].__name__, marks=() if each[0] in IN_MAKE_TEST else pytest.mark.slow)
+        for each in [*FAULTS.items(), *CONTEXT_FAULTS.items()]
+    ],
 )
 def test_a_fault_is_caught(fault, parallel, tree_and_reference):
     tree, want = tree_and_reference
@@ -290,7 +310,13 @@ def test_a_fault_is_caught(fault, parallel, tree_and_reference):
     assert any(differences(trajectory, want) for trajectory in found)
 
 
-@pytest.mark.parametrize("fault", FAULTS_OF_SHARED_GROUPS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.__name__, marks=[pytest.mark.slow] if number else [])
+        for number, fault in enumerate(FAULTS_OF_SHARED_GROUPS)
+    ],
+)
 def test_a_fault_of_heads_that_ranks_share_is_caught(fault, shared_tree_and_reference):
     tree, want = shared_tree_and_reference
     assert any(differences(trajectory, want) for trajectory in ranks(4, first_steps_with, fault, tree))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.rank_pool import ranks
+from tests.sampling import cover
 from tests.tiny_run import settings
 from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory, differences, reference
@@ -23,27 +24,29 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def options() -> dict[str, dict[str, Any]]:
-    """All tables in one; a name that two of them have would hide an option."""
+def options() -> tuple[dict[str, dict[str, Any]], dict[str, tuple[str, bool]]]:
+    """All tables in one, and of each option its table and in which half of that it is.
+
+    A name that two tables have would hide an option.
+    """
     found: dict[str, dict[str, Any]] = {}
+    places: dict[str, tuple[str, bool]] = {}
     for file in sorted(Path(__file__).parent.glob("model_options_*.py")):
         table = importlib.import_module(f"{__package__}.{file.stem}").OPTIONS
         assert found.keys().isdisjoint(table), f"{file.name} has names of another table"
         found |= table
-    return found
+        places |= {option: (file.stem, 2 * number >= len(table)) for number, option in enumerate(table)}
+    return found, places
 
 
-OPTIONS = options()
+OPTIONS, PLACES = options()
 
 
 def cases() -> list[Any]:
-    """Every option in every layout; `make test` takes one layout of each, in turn."""
-    names = [*LAYOUTS]
-    return [
-        pytest.param(option, layout, marks=[] if number % len(names) == names.index(layout) else [pytest.mark.slow])
-        for number, option in enumerate(OPTIONS)
-        for layout in names
-    ]
+    """Every option in every layout; `make test` takes two options of each table, and each layout twice."""
+    every = [(option, layout) for option in OPTIONS for layout in LAYOUTS]
+    kept = cover(every, lambda case: {PLACES[case[0]], (case[1], PLACES[case[0]][1])})
+    return [pytest.param(*case, marks=[] if case in kept else [pytest.mark.slow]) for case in every]
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def alone(tree: dict[str, Any], parts: dict[str, Any], num_steps: int = 2) -> Tr
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
-        pytest.param(name, parallel, marks=() if number % 3 == at else pytest.mark.slow)
+        pytest.param(name, parallel, marks=() if number % 3 == at and "tied" not in name else pytest.mark.slow)
         for number, name in enumerate(PLUGINS)
         for at, parallel in enumerate(LAYOUTS)
     ],

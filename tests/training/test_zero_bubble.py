@@ -161,7 +161,17 @@ def tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
     return tree, reference(tree)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+# one of the parts of a backward, one of the copies of a V
+IN_MAKE_TEST = (forget_a_weights_part, keep_the_gradients_of_copies)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.__name__, marks=() if fault in IN_MAKE_TEST else pytest.mark.slow)
+        for fault in FAULTS
+    ],
+)
 def test_a_fault_is_caught(fault, tree_and_reference):
     tree, want = tree_and_reference
     for found in ranks(2, first_steps_with, fault, {**tree, "parallel": FAULTS[fault]}):
