@@ -57,7 +57,8 @@ class Interrupted:
     stopped: Ended
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
+# tests/resilience/test_deaths.py has ranks that a signal reaches, which start slowly
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     """On 1 or 2 ranks. Programs take seconds to start, so one kill and one signal serve every test of them."""
     nproc, folder = request.param, tmp_path_factory.mktemp("interrupted")
@@ -118,16 +119,22 @@ def check_moved(folder: Path, model: dict[str, Any], layouts: list[tuple[int, di
     return Path(moved["run"])
 
 
-def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
-    parallel = [
-        {"tensor": 2, "sequence": True},
-        {"pipeline": 2},
-        {"tensor": 2, "context": 2},
-        {"replicate": 2, "shard": 2},
-    ]
-    run = check_moved(tmp_path, DROPOUT, [*zip((2, 2, 4, 4), parallel, strict=True), (1, {})])
+# ranks and settings of a layout, by what the metrics call it
+MOVED: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2 sp dp1": (2, {"tensor": 2, "sequence": True}),
+    "tp1 pp2 dp1": (2, {"pipeline": 2}),
+    "tp2 cp2 dp1": (4, {"tensor": 2, "context": 2}),
+    "tp1 dp4": (4, {"replicate": 2, "shard": 2}),
+    "tp1 dp1": (1, {}),
+}
+
+
+# test_checkpoint_layouts.py has layouts of four ranks
+@pytest.mark.parametrize("names", [[*MOVED][:2], pytest.param([*MOVED], marks=pytest.mark.slow)], ids=len)
+def test_resumed_in_other_layouts_it_learns_the_same(names, tmp_path):
+    run = check_moved(tmp_path, DROPOUT, [MOVED[name] for name in names])
     layouts = [record["layout"] for record in read_metrics(run) if "layout" in record]
-    assert layouts[::2] == layouts[1::2] == ["tp2 sp dp1", "tp1 pp2 dp1", "tp2 cp2 dp1", "tp1 dp4", "tp1 dp1"]
+    assert layouts[::2] == layouts[1::2] == names
 
 
 @pytest.mark.slow
@@ -142,8 +149,11 @@ def test_stages_move_between_ranks(tmp_path):
     check_moved(tmp_path, {**DROPOUT, "num_layers": 5, "tie_word_embeddings": True}, layouts)
 
 
-def test_heads_that_ranks_share_move_to_ranks_that_split_them_and_back(tmp_path):
-    layouts = [(4, {"tensor": 4}), (2, {"tensor": 2, "sequence": True}), (4, {"tensor": 4, "sequence": True}), (1, {})]
+SHARING = [(4, {"tensor": 4}), (2, {"tensor": 2, "sequence": True}), (4, {"tensor": 4, "sequence": True}), (1, {})]
+
+
+@pytest.mark.parametrize("layouts", [SHARING[:3], pytest.param(SHARING, marks=pytest.mark.slow)], ids=len)
+def test_heads_that_ranks_share_move_to_ranks_that_split_them_and_back(layouts, tmp_path):
     check_moved(tmp_path, {**DROPOUT, "num_query_groups": 2}, layouts)
 
 
