@@ -10,9 +10,16 @@ from megalith.config import load_run
 from megalith.errors import ConfigError
 from megalith.observe.units import quantity
 from megalith.parallel.pipeline.plan import Schedule
+from megalith.training import dry_run
 from megalith.training.dry_run import describe
 from megalith.training.preflight import build_schedule, preflight
 from tests.tiny_run import settings
+
+
+@pytest.fixture(autouse=True)
+def without_memory(monkeypatch):
+    """What a run takes is counted in test_memory.py; it is no part of these numbers, and costs seconds."""
+    monkeypatch.setattr(dry_run, "_memory", lambda *_: "not counted")
 
 
 def test_the_layout_and_the_state_of_a_rank_are_those_of_the_world(tmp_path):

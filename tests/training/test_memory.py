@@ -44,15 +44,16 @@ def without_memory(tree, world_size):
 @pytest.mark.parametrize(
     ("changes", "world_size"),
     [
-        ({}, 1),
+        # one of one process, one of each axis that splits a layer or the model
         ({"model": GPT2, "train": {"recompute": "selective"}}, 1),
-        ({"train": {"recompute": "full"}}, 1),
-        ({"train": {"fused_linear_cross_entropy": True}}, 1),
-        ({"precision": {"dtype": "bfloat16"}}, 1),
         ({"parallel": {"tensor": 2, "sequence": True}}, 2),
-        ({"parallel": {"tensor": 2}, "model": GPT2}, 2),
         ({"parallel": {"context": 2}}, 2),
         ({"parallel": {"pipeline": 2}}, 2),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+        pytest.param({"train": {"recompute": "full"}}, 1, marks=pytest.mark.slow),
+        pytest.param({"train": {"fused_linear_cross_entropy": True}}, 1, marks=pytest.mark.slow),
+        pytest.param({"precision": {"dtype": "bfloat16"}}, 1, marks=pytest.mark.slow),
+        pytest.param({"parallel": {"tensor": 2}, "model": GPT2}, 2, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_counted_without_memory_is_what_real_tensors_take(changes, world_size, tmp_path):
@@ -82,16 +83,15 @@ def test_recomputed_layers_keep_their_inputs_alone(tmp_path):
         without_memory(
             settings(tmp_path, precision=FLOAT32, model={**LLAMA, "num_layers": layers}, train={"recompute": "full"}), 1
         )
-        for layers in (2, 5)
+        for layers in (1, 2)
     )
     micro_batch = load_run(settings(tmp_path)).train.micro_batch_size
-    assert many[0].kept - few[0].kept == 3 * SEQ * micro_batch * H * 4
+    assert many[0].kept - few[0].kept == SEQ * micro_batch * H * 4
 
 
 def test_a_stage_holds_the_micro_batches_that_its_schedule_has_in_flight(tmp_path):
-    model = {**LLAMA, "num_layers": 4}
     trees = [
-        settings(tmp_path, precision=FLOAT32, model=model, parallel={"pipeline": 2, "schedule": schedule})
+        settings(tmp_path, precision=FLOAT32, parallel={"pipeline": 2, "schedule": schedule})
         for schedule in ("1f1b", "gpipe")
     ]
     one_by_one, all_at_once = (planned(tree, 2) for tree in trees)
