@@ -1,6 +1,7 @@
 """Options of attention: transformers' modules or a formula in float64; a cache, a prefix, dropout, splits over tp."""
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from megalith.transformer.layer_context import KVCache, LayerContext
 from megalith.transformer.rotary import RotaryTables, rotary_tables
 from tests.parallel.groups import collection, slice_of, whole
 from tests.rank_pool import ranks
+from tests.sampling import sampled
 from tests.transformer.shapes import config, options
 
 S, B, H, A, G, D = 8, 2, 16, 4, 2, 6
@@ -271,9 +273,13 @@ def on_this_rank(sequence_parallel: bool, groups: int, drops: bool) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("tp", "groups"), [(2, 2), (2, 1), (4, 2), (4, 1)])
+# ranks of tp and groups of heads, sequence parallelism, dropout; in `make test` each of the first two once
+SPLITS = [(*split, *ways) for split in ((2, 2), (2, 1), (4, 2), (4, 1)) for ways in product([False, True], repeat=2)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "groups", "sequence_parallel", "drops"), sampled(SPLITS, lambda case: {case[:2], case[2:]})
+)
 def test_split_over_tp_output_and_every_gradient_are_those_of_one_process(tp, groups, sequence_parallel, drops):
     answers = ranks(tp, on_this_rank, sequence_parallel, groups, drops)
     for option, attention in OPTIONS.items():

@@ -17,7 +17,7 @@ from tests.insight.verify.proofs import GPT2_RECIPE, Fault, begin, found_with
 from tests.training import test_zero_bubble as zero_bubble
 
 TENSOR, PIPELINE = {"tensor": 2}, {"pipeline": 2}
-IN_MAKE_TEST = ("zb_v", "fused_linear_cross_entropy")
+IN_MAKE_TEST = ("zb_v",)  # the one whose fault is between two stages
 CHUNK = 7  # tokens: of the 64 of a small micro-batch several, and a part of one
 
 
