@@ -100,7 +100,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(  # one of them takes many seconds
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "metadata" else []) for name in HOSTILE]
+)
 def test_a_header_takes_little_more_memory_than_its_tensors(name, tmp_path):
     content = file_of(HOSTILE[name], 0)
     (tmp_path / NAME).write_bytes(content)

@@ -25,7 +25,7 @@ def test_show_prints_the_file_as_it_is():
         assert here("recipes", "show", name).out == recipe_text(name)
 
 
-@pytest.mark.parametrize("to", ["", "mine.yaml", "here"])
+@pytest.mark.parametrize("to", ["", "mine.yaml", pytest.param("here", marks=pytest.mark.slow)])
 def test_a_copy_is_the_same_run_and_can_be_planned_at_once(to, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()

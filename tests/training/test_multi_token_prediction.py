@@ -85,7 +85,11 @@ def test_every_layout_learns_what_one_process_does(name, model, tmp_path):
         assert differences(found, want) == [], f"on rank {rank}"
 
 
-@pytest.mark.parametrize(("num_ranks", "parallel"), [(1, {}), (2, {"tensor": 2, "sequence": True})], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel"),
+    [(1, {}), pytest.param(2, {"tensor": 2, "sequence": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_loss_fused_with_the_projection_learns_the_same(num_ranks, parallel, tmp_path):
     tree = settings(tmp_path, model={"mtp": MTP}, train={"fused_linear_cross_entropy": True})
     want = reference(tree)
@@ -198,7 +202,7 @@ def tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
     return tree, reference(tree)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [{}, pytest.param({"context": 2}, marks=pytest.mark.slow)], ids=str)
 def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
     tree, want = tree_and_reference
     num_ranks = parallel.get("context", 1)

@@ -135,15 +135,19 @@ def run_on(path: Backend, tree: dict[str, Any], world_size: int) -> None:
         pretrain(load_run(tree, world_size=world_size), str, str)
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, marks=() if path == "blocked" else slow) for path in PATHS])
-def test_a_resumed_run_goes_on_bitwise_on_every_path(path, tmp_path):
+@pytest.mark.parametrize(
+    ("path", "parallel"), [("blocked", {}), *(pytest.param(path, SEQUENCE, marks=slow) for path in PATHS)], ids=str
+)
+def test_a_resumed_run_goes_on_bitwise_on_every_path(path, parallel, tmp_path):
     precision = {"dtype": PATHS[path][0]}
-    whole = tree_of(tmp_path, path, "gpt2", parallel=SEQUENCE, precision=precision, run=str(tmp_path / "whole"))
+    whole = tree_of(tmp_path, path, "gpt2", parallel=parallel, precision=precision, run=str(tmp_path / "whole"))
     whole["train"]["steps"] = 4
     broken = {**whole, "run": str(tmp_path / "broken")}
-    ranks(2, run_on, path, whole, 2, timeout=300)
+    num_ranks = parallel.get("tensor", 1)
+    ranks(num_ranks, run_on, path, whole, num_ranks, timeout=300)
     for steps in (2, 4):
-        ranks(2, run_on, path, {**broken, "train": {**whole["train"], "steps": steps}}, 2, timeout=300)
+        part = {**broken, "train": {**whole["train"], "steps": steps}}
+        ranks(num_ranks, run_on, path, part, num_ranks, timeout=300)
     want, got = (
         [(record["loss"], record["grad_norm"]) for record in read_metrics(Path(tree["run"]))]
         for tree in (whole, broken)

@@ -43,9 +43,9 @@ def evaluations(tree: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 OVER = [
-    pytest.param(2, {"shard": 2}, marks=pytest.mark.slow),
+    (2, {"shard": 2}),
     pytest.param(2, {"context": 2}, marks=pytest.mark.slow),
-    (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
+    pytest.param(4, {"tensor": 2, "pipeline": 2, "sequence": True}, marks=pytest.mark.slow),
 ]
 
 

@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 IN_MAKE_TEST = [
     ("gpt2", "tensor 2"),
-    ("llama", "shard 4"),
+    ("llama", "one process"),
     ("qwen3", "pipeline 2 x tensor 2"),
     ("gemma3", "context 2"),
 ]

@@ -25,7 +25,7 @@ def writing(folder: Path, prompts: list[str]) -> dict[str, Any]:
     "parallel",
     [
         {},
-        {"tensor": 2},
+        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
         {"pipeline": 2},
         pytest.param({"pipeline": 2, "shard": 2}, marks=pytest.mark.slow),
         pytest.param({"tensor": 2, "shard": 2}, marks=pytest.mark.slow),

@@ -62,7 +62,7 @@ def texts_of(run: str) -> dict[int, list[dict[str, str]]]:
         (LLAMA, {}),
         (LLAMA, {"tensor": 2, "sequence": True}),
         (GPT2, {"shard": 2}),
-        (GPT2, {"pipeline": 2}),
+        pytest.param(GPT2, {"pipeline": 2}, marks=pytest.mark.slow),
         ({**LLAMA, "num_layers": 4, "tie_word_embeddings": True}, {"pipeline": 2, "virtual": 2, "schedule": "zb_v"}),
         pytest.param(LLAMA, {"pipeline": 2, "tensor": 2, "sequence": True, "shard": 2}, marks=pytest.mark.slow),
         (LLAMA, {"context": 2}),

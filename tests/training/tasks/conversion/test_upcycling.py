@@ -38,7 +38,7 @@ def loss_of(run, data):
     ("model", "experts"),
     [
         ({}, ()),
-        ({"mlp_bias": True, "activation": "squared_relu"}, ("model.moe.top_k=4",)),
+        pytest.param({"mlp_bias": True, "activation": "squared_relu"}, ("model.moe.top_k=4",), marks=pytest.mark.slow),
         (
             {},
             (
