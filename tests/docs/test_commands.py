@@ -61,7 +61,7 @@ def write_texts(folder: Path) -> None:
     for place in ("my_texts", "notes"):
         (folder / place).mkdir()
         for number in range(60):
-            text = f"Once there were {number} ships, and each had a name. " * 20
+            text = f"Once there were {number} ships, and each had a name. " * 8
             (folder / place / f"{number}.txt").write_text(text)
     (folder / "a.jsonl").write_text(json.dumps({"text": "Once upon a time. " * 50}) + "\n")
     with gzip.open(folder / "b.txt.gz", "wt") as file:
