@@ -78,7 +78,12 @@ def launched_for_large_memory() -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("names", "targets", "dtypes"),
     [
-        pytest.param(["attention", "layer norm"], ("sm_90",), (torch.bfloat16,), id="two operations"),
+        pytest.param(
+            ["attention, documents", "add and layer norm, float32 residual"],
+            ("sm_90",),
+            (torch.bfloat16,),
+            id="two operations",
+        ),
         pytest.param(OF_LARGE_MEMORY, ("sm_90", "sm_100"), DTYPES, id="all", marks=pytest.mark.slow),
     ],
 )
