@@ -77,7 +77,7 @@ def loses(num_ranks: int, place: str, rank: int, number: signal.Signals = KILL) 
 
 
 # each place and each end once, with ranks where they matter: a signal passed on to them, and one of them lost. The rest
-# of what may meet is slow; test_resume.py kills a program of two ranks, test_terminal.py closes their terminal
+# of what may meet is slow; test_resume.py kills a program and goes on, test_terminal.py closes the terminal of ranks
 SAMPLE = [
     stops(1, "building", PARENT, TERM),
     stops(1, "reading data", PARENT, TERM),
