@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from hypothesis import settings
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -13,6 +14,8 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic matmuls on a 
 for number in (signal.SIGINT, signal.SIGHUP):  # ignored under nohup and in a script's background, as in all children
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
+settings.register_profile("no deadline", deadline=None)  # hypothesis's own, 200 ms an example, fails on a busy machine
+settings.load_profile("no deadline")
 torch.set_num_threads(1)  # tensors are small, and threads that share a busy core wait 8 ms for each other
 
 

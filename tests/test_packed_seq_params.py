@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import ShapeError
@@ -108,7 +108,6 @@ def test_what_does_not_say_of_each_place_whether_it_is_a_token_is_refused(wrong)
         PackedSeqParams.from_padding(wrong)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=11, max_size=11), min_size=1, max_size=4))
 def test_lengths_documents_and_rows_tell_the_same(begins):
     # a document begins at each True; every row has 12 tokens

@@ -31,7 +31,7 @@ def test_a_world_that_is_not_known_is_the_product_of_the_degrees():
 DEGREE = st.integers(1, 6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(DEGREE, DEGREE, DEGREE, DEGREE, DEGREE, st.data())
 def test_both_factorisations_multiply_to_the_world(tensor, context, pipeline, replicate, shard, data):
     stage = tensor * context * replicate * shard

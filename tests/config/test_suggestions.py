@@ -132,7 +132,7 @@ def some_of(different: dict[str, st.SearchStrategy]) -> st.SearchStrategy:
 
 @pytest.mark.parametrize("num_examples", [40, pytest.param(150, marks=pytest.mark.slow)])
 def test_following_suggestions_one_after_the_other_mends_any_run(num_examples):
-    @settings(max_examples=num_examples, deadline=None, derandomize=True)
+    @settings(max_examples=num_examples, derandomize=True)
     @given(some_of(DIFFERENT), WORLDS)
     def mended(changes, world_size):
         mend(changes, world_size)
@@ -142,7 +142,7 @@ def test_following_suggestions_one_after_the_other_mends_any_run(num_examples):
 
 @pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_following_suggestions_one_after_the_other_mends_any_run_with_experts(num_examples):
-    @settings(max_examples=num_examples, deadline=None, derandomize=True)
+    @settings(max_examples=num_examples, derandomize=True)
     @given(some_of(OF_EXPERTS), WORLDS)
     def mended(changes, world_size):
         mend({"model.moe.num_experts": 8, **changes}, world_size)

@@ -42,7 +42,7 @@ def stream(lengths, seed, num_epochs):
     return np.concatenate([np.arange(starts[d], starts[d + 1]) for order in orders for d in order])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(lambda lengths: sum(lengths) >= 2),
     S=st.integers(1, 30),
@@ -164,7 +164,7 @@ def test_labels_ahead_count_within_a_document_where_they_count_by_themselves(mas
 
 
 @given(lengths=st.lists(st.integers(0, 9), max_size=8).filter(lambda lengths: sum(lengths) >= 2), S=st.integers(1, 30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_evaluation_predicts_every_token_but_the_first_once_and_in_order(lengths, S, tmp_path_factory):
     dataset = EvaluationDataset(numbered(tmp_path_factory.mktemp("x") / "x", lengths), S)
     samples = [dataset[i] for i in range(len(dataset))]

@@ -39,7 +39,7 @@ def streamed(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> list[st
     return [*(stream.add(id) for id in ids), stream.end()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(before=st.text(max_size=30), text=st.text(max_size=60))
 def test_the_pieces_are_the_text_and_cut_no_character(before, text):
     pieces = streamed(BYTE_LEVEL, BYTE_LEVEL.encode(before), BYTE_LEVEL.encode(text))
@@ -48,7 +48,7 @@ def test_the_pieces_are_the_text_and_cut_no_character(before, text):
     assert all(text.startswith("".join(pieces[:end])) for end in range(len(pieces)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ids=st.lists(st.integers(0, 299), max_size=60))
 def test_bytes_that_make_no_character_are_the_text_of_decode(ids):
     assert "".join(streamed(BYTE_LEVEL, [], ids)) == BYTE_LEVEL.decode(ids)

@@ -98,8 +98,6 @@ def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
         if "--from" not in arguments:
             groups = 4 if arguments[1] in ("bert-tiny", "t5-tiny") else 2
             arguments += [*SMALLER_MODEL, f"model.num_query_groups={groups}"]
-        if arguments[1] == "t5-tiny":
-            arguments.append("model.multipliers.logits=0.125")  # 1 / sqrt(64)
     elif arguments[0] == "generate" and "--max-new-tokens" not in arguments:
         arguments += ["--max-new-tokens", "5"]
     if "--nproc" not in arguments:

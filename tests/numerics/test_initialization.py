@@ -30,7 +30,7 @@ def slices(draw) -> tuple[list[int], list[int], list[int]]:
     return shape, offset, [draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(slices(), st.sampled_from([1, 3, 64, 2**14]))
 def test_any_slice_has_the_bits_of_the_whole(where, num_counters):
     shape, offset, size = where

@@ -102,7 +102,7 @@ def grids(draw) -> tuple[RankGrid, list[str]]:
     return grid, order
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(grids(), st.data())
 def test_groups_partition_the_world_and_meet_complementary_groups_in_one_rank(made, data):
     grid, _ = made
@@ -123,7 +123,7 @@ def test_groups_partition_the_world_and_meet_complementary_groups_in_one_rank(ma
             assert len({*group} & {*other}) == 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(grids(), st.sampled_from([DENSE, EXPERT, EXPERT_PARTS]), st.data())
 def test_a_rank_is_the_sum_of_its_coordinates_times_strides(made, factorisation, data):
     grid, order = made
@@ -228,7 +228,7 @@ def test_levels_of_a_group_differ_in_one_digit_of_mixed_radix():
     assert grid.hierarchical_groups_of("cp", [1, 8], rank=13) == [[13], grid.group_of("cp", 13)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(grids(), st.data())
 def test_levels_partition_the_world_and_from_level_to_level_reach_the_whole_group(made, data):
     grid, _ = made

@@ -45,7 +45,7 @@ def lengths(draw: st.DrawFn) -> list[int]:
 SIDE = st.one_of(st.just(-1), st.integers(0, S))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from([1, 2, 4]), st.booleans(), SIDE, SIDE, st.none() | st.lists(lengths(), min_size=1, max_size=3))
 def test_every_pair_that_sees_each_other_is_in_one_block(size, causal, left, right, rows):
     documents = None if rows is None else PackedSeqParams.from_lengths(rows)

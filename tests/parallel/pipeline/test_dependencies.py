@@ -113,7 +113,7 @@ def has_cycle(schedule: Schedule) -> bool:
     return False
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.sampled_from(BUILT), st.data())
 def test_a_deadlock_is_found_exactly_where_actions_wait_in_a_circle(schedule, data):
     plans = [list(plan) for plan in schedule.plans]

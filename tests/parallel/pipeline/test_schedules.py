@@ -131,13 +131,13 @@ def sizes(draw) -> dict[str, int | str | None]:
     }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(sizes())
 def test_every_schedule_is_valid(sizes):
     validate(build_schedule(**sizes))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 def test_every_evaluation_is_valid(p, m, v):
     for placement in (Placement(p, v), Placement(p, 2, "v")):
@@ -146,7 +146,7 @@ def test_every_evaluation_is_valid(p, m, v):
         assert not schedule.has_backward
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 24))
 def test_sizes_of_groups_are_those_of_megatron_and_each_way_out_is_one(p, m, g):
     given_sizes = {"num_ranks": p, "num_microbatches": m, "num_chunks": 2, "group_size": g}
