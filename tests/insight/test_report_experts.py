@@ -79,12 +79,12 @@ def test_a_dead_expert_is_seen_in_a_cell_of_several(tmp_path):
         metrics.write({"step": 1, "loss": 1.0, "experts": experts})
     html = write_report(tmp_path).read_text(encoding="utf-8")
     page = page_of(tmp_path)
-    assert "of neighbours in one cell the mean, and along the lower edge the least loaded" in page.text
+    assert "a cell for several experts shows their mean, and the least loaded one along its lower edge" in page.text
     svgs = [ElementTree.fromstring(text) for text in re.findall(r'<svg class="heat".*?</svg>', html, re.S)]
     mean = 100 * 255 / 256 + 900 / 256
     for svg in svgs[:3]:
         found = cells(svg, 64)
-        assert f"the greatest is {1000 / mean:.2f} of the mean" in svg.attrib["aria-label"]
+        assert f"the highest is {1000 / mean:.2f} times the mean" in svg.attrib["aria-label"]
         # the mean of 0 and three times 100 hides nothing
         assert (found[0, 32], found[0, 32, "edge"]) == ("load-less", "load-none")
         assert (found[0, 1], found[0, 1, "edge"]) == ("load-high", "load-even")

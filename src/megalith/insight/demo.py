@@ -1,7 +1,7 @@
-"""The demo: a complete training run on text that every machine has, with a change of layout.
+"""The demo: a complete training run on text that every machine has, with a layout change midway.
 
 1  collects the source of this Python's standard library, and holds out some files
-2  trains a byte-level BPE tokenizer of 2,048 entries, and prepares .bin/.idx of both parts
+2  trains a byte-level BPE tokenizer of 2,048 entries, and writes both parts as .bin/.idx datasets
 3  probes which dtype is fastest on this machine
 4  trains a Llama of four million parameters on 1.5 million tokens on two ranks: 80 % data parallel, then resumed with
    tensor parallelism
@@ -150,10 +150,10 @@ def _summary(
         f"held-out loss, nats per token over {found.num_tokens:,} tokens",
         f"  unigram              {baselines.unigram:.3f}",
         f"  interpolated bigram  {baselines.bigram:.3f}",
-        f"  this model           {found.loss:.3f}  ({baselines.bigram - found.loss:+.3f} below the bigram)",
+        f"  this model           {found.loss:.3f}  ({baselines.bigram - found.loss:.3f} below the bigram)",
         "",
-        f"everything is in {folder}: config.yaml, metrics.jsonl, checkpoints/, data/, samples.json",
-        f"report: {report}  (opens in any browser, no network needed)",
-        f'more text: megalith generate {folder} --prompt "def "',
+        f"all files are in {folder}: config.yaml, metrics.jsonl, checkpoints/, data/, samples.json",
+        f"report: {report}  (opens in any browser, offline)",
+        f'generate more text: megalith generate {folder} --prompt "def "',
     ]
     return "\n".join(lines)

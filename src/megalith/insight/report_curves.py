@@ -39,7 +39,7 @@ def loss_curves(run: RunHistory) -> str:
         entries.append(("held-out", "held out"))
     marks = _changes(run)
     if marks:
-        entries.append(("mark", "change of layout"))
+        entries.append(("mark", "layout change"))
     levels = [
         Level(name, float(run.evaluation[field]))
         for name, field in (("unigram", "unigram_loss"), ("interpolated bigram", "bigram_loss"))
@@ -47,7 +47,7 @@ def loss_curves(run: RunHistory) -> str:
     ]
     describe = f"Loss over {num_steps(steps[-1])}, from {losses[0]:.2f} to {losses[-1]:.2f} nats per token"
     drawn = _in_windows(Chart("loss", describe, lines, levels, marks), _WHOLE)
-    return card("Loss", "nats per token, over steps", legend(entries) + drawn + _enlarged(lines, levels, marks))
+    return card("Loss", "nats per token by step", legend(entries) + drawn + _enlarged(lines, levels, marks))
 
 
 def small_curves(run: RunHistory) -> str:
@@ -87,7 +87,7 @@ def _small(run: RunHistory, field: str, title: str, note: str, form: Callable[[f
     steps, values = run.column(field)
     if not steps:
         return ""
-    describe = f"{title} over {num_steps(steps[-1])}; at the end {form(values[-1])}"
+    describe = f"{title} over {num_steps(steps[-1])}, ending at {form(values[-1])}"
     lines = [Line(steps, values, width=1.6, colour="--measure")]
     logarithmic = field == "grad_norm" and is_spread_out(values)
     drawn = svg(Chart(field, describe, lines, (), _unnamed_changes(run), form, logarithmic, from_zero=True), *_SMALL)
@@ -102,12 +102,12 @@ def _throughput(run: RunHistory) -> str:
     settled = [value for phase in run.phases for value in _settled(steps, values, phase)]
     limits = _usual(settled, room=0.3, least=_LEAST_SPREAD)
     outside = sum(not limits[0] <= value <= limits[1] for value in values) if limits else 0
-    note = "tokens per second" + (f"; {num_steps(outside)} beyond the axis" if outside else "")
+    note = "tokens per second" + (f"; {num_steps(outside)} off scale" if outside else "")
     lines = [Line(steps, values, width=1.6, colour="--measure")]
     if len(steps) >= _FEW:
         smooth = smoothed([value if limits and limits[0] <= value <= limits[1] else math.nan for value in values])
         lines = [replace(lines[0], width=1.0, opacity=0.35), Line(steps, smooth, width=1.8, colour="--measure")]
-    describe = f"Throughput over {num_steps(steps[-1])}; at the end {_speed(values[-1])}"
+    describe = f"Throughput over {num_steps(steps[-1])}, ending at {_speed(values[-1])}"
     chart = Chart("tokens_per_second", describe, lines, (), _unnamed_changes(run), _speed, limits=limits)
     drawn = svg(chart, *_SMALL)
     return card("Throughput", note, drawn) if drawn else ""

@@ -14,13 +14,13 @@ __all__ = ["expert_loads"]
 
 # (upper limit of the load relative to the mean, CSS class, name in the legend)
 _SHADES = (
-    (0.0005, "load-none", "no token"),
-    (0.5, "load-low", "under half of the mean"),
-    (0.9, "load-less", "under 0.9"),
-    (1.1, "load-even", "even"),
-    (2.0, "load-more", "over 1.1"),
-    (4.0, "load-high", "over twice the mean"),
-    (float("inf"), "load-most", "over 4 times"),
+    (0.0005, "load-none", "no tokens"),
+    (0.5, "load-low", "under 0.5x the mean"),
+    (0.9, "load-less", "0.5x to 0.9x"),
+    (1.1, "load-even", "0.9x to 1.1x"),
+    (2.0, "load-more", "1.1x to 2x"),
+    (4.0, "load-high", "2x to 4x"),
+    (float("inf"), "load-most", "over 4x"),
 )
 _WINDOWS = {"wide": 1020, "medium": 640, "narrow": 350}  # pixels, by window width
 _ROW, _LEFT, _BELOW = 16, 56, 22  # pixels: the height of a row, and the space for labels
@@ -38,27 +38,27 @@ def expert_loads(run: RunHistory) -> str:
     worst = max(last, key=lambda layer: last[layer].greatest)
     merged = any(loads.least is not None for loads in last.values())
     by_layer = _in_windows(
-        f"Loads of the experts of {len(last)} layers at step {step:,}; the greatest is {last[worst].greatest:.2f} of "
-        f"the mean, in layer {worst}",
+        f"Expert loads in {len(last)} layers at step {step:,}; the highest is {last[worst].greatest:.2f} times the "
+        f"mean, in layer {worst}",
         {f"layer {layer}": _cells(loads) for layer, loads in last.items()},
         ("range" if merged else "expert", *map(str, range(max(len(loads.means) for loads in last.values())))),
     )
     kept = _thinned([(at, _cells(loads[worst])) for at, loads in run.expert_loads if worst in loads])
     num_experts = min(len(cells) for _, cells in kept)
     over_time = _in_windows(
-        f"Loads of the experts of layer {worst} from step {kept[0][0]:,} to {kept[-1][0]:,}",
+        f"Expert loads in layer {worst} from step {kept[0][0]:,} to {kept[-1][0]:,}",
         {f"{number}": [cells[number] for _, cells in kept] for number in range(num_experts)},
         ("step", *(f"{at:,}" for at, _ in kept)),
     )
-    note = f"tokens of each expert relative to the mean of its layer, at step {step:,}"
+    note = f"tokens per expert relative to the layer's mean, at step {step:,}"
     if merged:
-        note += "; of neighbours in one cell the mean, and along the lower edge the least loaded"
+        note += "; a cell for several experts shows their mean, and the least loaded one along its lower edge"
     return card(
-        "Loads of experts",
+        "Expert loads",
         note,
         legend((kind, name) for _, kind, name in _SHADES)
         + by_layer
-        + f"<h3>Layer {worst}, whose balance was the worst, over steps</h3>"
+        + f"<h3>Layer {worst}, the least balanced, by step</h3>"
         + over_time,
     )
 

@@ -25,11 +25,11 @@ def held_out_measures(run: RunHistory) -> str:
 def _curve(run: RunHistory, name: str) -> str:
     """The accuracy ``name`` over steps."""
     steps, values = zip(*((step, means[name]) for step, means in run.measures if name in means), strict=True)
-    describe = f"{name} over {num_steps(steps[-1])}; at the end {values[-1]:.1%}"
+    describe = f"{name} over {num_steps(steps[-1])}, ending at {values[-1]:.1%}"
     lines = [Line(steps, values, width=1.6, colour="--held-out", dots=True)]
     drawn = svg(Chart(name, describe, lines, (), (), "{:.0%}".format, from_zero=True), *_SIZE)
     title = name.replace("_", " ")
-    return card(title[0].upper() + title[1:], f"of held-out samples; at the end {values[-1]:.1%}", drawn)
+    return card(title[0].upper() + title[1:], f"on held-out samples; final value {values[-1]:.1%}", drawn)
 
 
 def _confusion(step: int, means: Mapping[str, float], names: Sequence[str]) -> str:
@@ -48,8 +48,8 @@ def _confusion(step: int, means: Mapping[str, float], names: Sequence[str]) -> s
         f"<tr><th>{titles[label]}" + "".join(_cell(shares[label, taken], label == taken) for taken in classes)
         for label in classes
     )
-    note = f"of the samples of a class (row) the share that is taken for each class (column), at step {step:,}"
-    return card("Confusion", note, f"<table><tr><th>{head}{rows}</table>")
+    note = f"share of each true class (row) predicted as each class (column), at step {step:,}"
+    return card("Confusion matrix", note, f"<table><tr><th>{head}{rows}</table>")
 
 
 def _cell(share: float, is_right: bool) -> str:

@@ -78,12 +78,12 @@ def tiles(run: RunHistory) -> str:
     if tokens is not None:
         shown.append(("Tokens", quantity(tokens), f"in {num_steps(step)}"))
     if speeds:
-        note = "median" if mfu is None else f"median; {mfu:.1%} of the peak FLOPs at the end"
+        note = "median" if mfu is None else f"median; {mfu:.1%} MFU at the last step"
         shown.append(("Tokens per second", quantity(median(speeds)), note))
     if math.isfinite(run.seconds):
         shown.append(("Time", duration(run.seconds), f"median step {duration(run.step_seconds)}"))
     if (peak := run.last("peak_memory")) is not None:
-        shown.append(("Peak memory", gibibytes(peak), "of rank 0"))
+        shown.append(("Peak memory", gibibytes(peak), "on rank 0"))
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>"
         for name, value, note in shown
@@ -122,9 +122,7 @@ def _baselines(run: RunHistory) -> str:
         f"<b>{loss:.3f}</b></div>"
         for name, loss, kind in losses
     )
-    return card(
-        "Against counting", "held-out loss, nats per token; shorter is better", f'<div class="bars">{rows}</div>'
-    )
+    return card("N-gram baselines", "held-out loss, nats per token; lower is better", f'<div class="bars">{rows}</div>')
 
 
 def _samples(run: RunHistory) -> str:
@@ -132,7 +130,7 @@ def _samples(run: RunHistory) -> str:
         f"<pre><mark>{escape(str(sample.get('prompt', '')))}</mark>{escape(str(sample.get('text', '')))}</pre>"
         for sample in run.samples
     )
-    return card("Samples", "the prompt is marked", f'<div class="samples">{texts}</div>') if texts else ""
+    return card("Samples", "prompts are highlighted", f'<div class="samples">{texts}</div>') if texts else ""
 
 
 def _about(run: RunHistory) -> str:

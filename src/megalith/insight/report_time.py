@@ -30,7 +30,7 @@ def time_of_the_run(run: RunHistory) -> str:
     parts = [
         Part(_NAMES.get(name, (name, ""))[0], run.time[name], _NAMES.get(name, ("", "other"))[1]) for name in in_order
     ]
-    return card("Time", f"{duration(run.seconds)} in all, and what it was spent on", breakdown(parts))
+    return card("Time", f"{duration(run.seconds)} in total, by activity", breakdown(parts))
 
 
 def phases(run: RunHistory) -> str:
@@ -43,7 +43,7 @@ def phases(run: RunHistory) -> str:
     if not any(parts):
         return ""
     timed = any(phase.time and phase.step_seconds > 0 for phase in run.phases)
-    note = "where the time of a median step goes, and which rank sits where" if timed else "which rank sits where"
+    note = "placement of ranks, and time breakdown of a median step" if timed else "placement of ranks"
     return card("Layout" if len(parts) == 1 else "Layouts", note, f'<div class="phases">{"".join(parts)}</div>')
 
 
