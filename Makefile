@@ -1,8 +1,8 @@
-# The README's commands. Each makes the environment that it needs, in .venv, from nothing but Python 3.11 or later.
+# The README's commands. Each creates the environment it needs in .venv, and requires only Python 3.11 or later.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# one worker a core, up to a number that fits into memory; a file stays with one worker, which shares its fixtures
+# one worker per core, as long as they fit into memory; each file's tests run in one worker, which shares its fixtures
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
 
 .PHONY: demo test test-all check bench gpu-check clean
@@ -25,7 +25,7 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
-# With a python that has torch already: make gpu-check GPU_PYTHON=python3. BUDGET is in seconds, for all of it.
+# To use a Python that already has torch: make gpu-check GPU_PYTHON=python3. BUDGET: total time in seconds.
 GPU_PYTHON ?= $(BIN)/python
 BUDGET ?= 600
 gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)
@@ -34,7 +34,7 @@ gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# torch by its pinned version: an open range may bring a build with gigabytes of CUDA libraries
+# torch is pinned: an open range may install a build with gigabytes of CUDA libraries
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt -e '.[report]'
