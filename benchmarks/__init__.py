@@ -1,1 +1,1 @@
-"""Benchmarks: one registry of cases, peers side by side in one run. ``python -m benchmarks --help``."""
+"""Benchmarks: one registry of cases, each compared with its peers in one run. ``python -m benchmarks --help``."""

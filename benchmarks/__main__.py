@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: runs the cases, prints their tables, and keeps them in a folder."""
+"""``python -m benchmarks``: runs the cases, prints their tables, and writes them to a folder."""
 
 import argparse
 import json
@@ -18,13 +18,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    """Runs the cases that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Peers side by side in one run.")
+    """Runs the cases named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Compares Megalith with its peers.")
     parser.add_argument("--case", choices=CASES, help="one case instead of all")
     parser.add_argument("--rounds", type=int, default=9, help="quiet rounds to collect (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="contenders with products in it, and the base")
-    parser.add_argument("--quick", action="store_true", help="a tiny size and one round: does everything still run?")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="smoke test: a tiny size and one round")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1; got {options.rounds}")
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def contenders_of(case: Case, dtype: str | None) -> list[str]:
-    """The base of ``case``, and those whose matrix products are in ``dtype``; None: all."""
+    """The base of ``case``, and the contenders with matrix products in ``dtype``, or all if it is None."""
     return [name for name, one in case.contenders.items() if name == case.base or dtype in (None, one.matmuls)]
 
 
@@ -45,12 +45,12 @@ def _run(name: str, size: str, rounds: int, dtype: str | None, folder: Path) -> 
     table = as_markdown(measurement, machine, f"{now:%Y-%m-%d %H:%M}")
     print(table)
     if size == "quick":
-        return  # says that it runs, and nothing about speed
+        return  # shows that it runs; its timings mean nothing
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}-{now:%Y%m%d-%H%M}"
     file.with_suffix(".md").write_text(table)
     file.with_suffix(".json").write_text(json.dumps(as_json(measurement, machine, now.isoformat()), indent=1) + "\n")
-    logging.info("kept in %s.md and .json", file)
+    logging.info("results are in %s.md and .json", file)
 
 
 if __name__ == "__main__":

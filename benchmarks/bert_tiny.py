@@ -1,19 +1,19 @@
-"""Whether an encoder learns what it is for on real text: recipes bert-tiny and classification-tiny.
+"""Checks that an encoder learns from real text: recipes bert-tiny and classification-tiny.
 
     python -m benchmarks.bert_tiny FOLDER [SEED ...]
 
-For each seed, on the demo's corpus and two ranks of this machine:
+For each seed, on the demo's corpus, with two ranks on this machine:
 
-    pretraining   recipe bert-tiny; held-out accuracy of masked tokens, against guessing from counts
-    fine-tuning   recipe classification-tiny, which package of the standard library a passage is from: from the
-                  pretrained model and from scratch, against the commonest package and a bag of words
+    pretraining   recipe bert-tiny; held-out accuracy on masked tokens, compared with predictions from counts
+    fine-tuning   recipe classification-tiny, which predicts the standard-library package of a passage: from the
+                  pretrained model and from scratch, compared with the most common package and a bag of words
 
-The bag of words is scikit-learn's by default: a logistic regression (C = 1) on how often a passage has each word, words
-being two letters or digits and more, in lower case (CountVectorizer); its objective is minimised here by L-BFGS.
-The bag of tokens is the same on the tokens that the model reads, which split names like ``xml_parser`` into parts.
+The bag of words follows scikit-learn's defaults: a logistic regression (C = 1) on the word counts of a passage, where a
+word is two or more letters or digits, in lower case (CountVectorizer); its objective is minimized here by L-BFGS.
+The bag of tokens is the same on the model's own tokens, which split names like ``xml_parser`` into parts.
 
-A line a seed, and results.json in FOLDER. Exit code 1 if a seed misses what the recipes are for. What is in FOLDER
-already is not trained again.
+Prints a line per seed and writes results.json to FOLDER. Exit code 1 if any seed misses the goals of the recipes. Runs
+that are already in FOLDER are not repeated.
 """
 
 import csv
@@ -42,13 +42,13 @@ from megalith.training.inference import evaluate_checkpoint, load_model
 IntArray = npt.NDArray[np.int64]
 _HELD_OUT, _SAMPLES = 0.1, 512
 _PACKAGES, _LINES, _TOKENS = 12, 4, 126
-_EACH = 400  # passages of a package to learn from: pretraining is for where labels are few
+_EACH = 400  # training passages per package: pretraining helps most when labels are few
 _WORD = re.compile(r"\b\w\w+\b")
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one seed: accuracies are shares, losses nats per token, ``minutes`` those of pretraining on this machine."""
+    """Results for one seed: accuracies as fractions, loss in nats per token, and the minutes of pretraining."""
 
     seed: int
     masked_accuracy: float
@@ -59,14 +59,14 @@ class Result:
     minutes: float
 
     def holds(self, guessing: MaskedBaselines, without: "WithoutAModel") -> bool:
-        """Whether the recipes do what they are for."""
+        """Whether the recipes meet their goals."""
         learned = self.masked_accuracy > max(guessing.unigram_accuracy, guessing.bigram_accuracy)
         return learned and self.from_pretrained > max(self.from_scratch, without.commonest, without.bag_of_words)
 
 
 @dataclass(frozen=True)
 class WithoutAModel:
-    """Held-out accuracies of the commonest package, and of logistic regressions on counts."""
+    """Held-out accuracies of the most common package, and of logistic regressions on counts."""
 
     commonest: float
     bag_of_words: float
@@ -74,7 +74,7 @@ class WithoutAModel:
 
 
 def main(folder: Path, seeds: list[int]) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     text, passages = _texts(folder / "data")
     without = _without_a_model(passages, folder / "data")
     results: list[Result] = []
@@ -102,7 +102,7 @@ def main(folder: Path, seeds: list[int]) -> int:
 
 
 def _texts(folder: Path) -> tuple[str, str]:
-    """The prefixes of the text and of the passages, each with -valid beside it."""
+    """The prefixes of the text and of the passages; the held-out parts have the same prefixes plus -valid."""
     kept, held_out = split_by_file(standard_library_sources(), _HELD_OUT, seed=0)
     found = prepare_sources(folder / "text", held_out=_HELD_OUT, split_sentences=True, special_tokens=["bert"])
     out = folder / "passages"
@@ -123,7 +123,7 @@ def _texts(folder: Path) -> tuple[str, str]:
 
 
 def _pretrain(run: Path, seed: int, text: str) -> float:
-    """The minutes that it took; NaN of a run that was there."""
+    """Returns the minutes it took; NaN if the run already existed."""
     started = perf_counter()
     was_there = (run / "checkpoints").exists()
     train(2, "bert-tiny", run, [f"data.train={text}", f"data.valid={text}-valid", f"train.seed={seed}"])
@@ -131,7 +131,7 @@ def _pretrain(run: Path, seed: int, text: str) -> float:
 
 
 def _finetune(folder: Path, seed: int, passages: str, start: Path | None) -> float:
-    """The held-out accuracy of a classifier that begins at the run ``start``, or at random weights."""
+    """The held-out accuracy of a classifier that starts from the run ``start``, or from random weights."""
     run = folder / ("from-scratch" if start is None else "from-pretrained")
     overrides = [f"data.train={passages}", f"data.valid={passages}-valid", f"train.seed={seed}"]
     overrides.append(f"model.bert.num_classes={_PACKAGES}")
@@ -157,7 +157,7 @@ def _without_a_model(passages: str, folder: Path) -> WithoutAModel:
 
 
 def _words(path: Path) -> list[Counter[Hashable]]:
-    """How often each text of a file has each word."""
+    """The word counts of each text in a file."""
     with path.open(encoding="utf-8", newline="") as file:
         return [Counter(_WORD.findall(text.lower())) for text, _ in list(csv.reader(file))[1:]]
 
@@ -165,7 +165,7 @@ def _words(path: Path) -> list[Counter[Hashable]]:
 def _regression(
     train: Sequence[Counter[Hashable]], valid: Sequence[Counter[Hashable]], labels: IntArray, wanted: IntArray
 ) -> float:
-    """The held-out accuracy of a logistic regression on counts; ``labels`` [N] are of ``train``."""
+    """The held-out accuracy of a logistic regression on counts; ``labels`` [N] belong to ``train``."""
     place_of = {word: place for place, word in enumerate(dict.fromkeys(word for counts in train for word in counts))}
 
     def counted(texts: Sequence[Counter[Hashable]]) -> Tensor:
@@ -182,7 +182,7 @@ def _regression(
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        penalty = weight.square().sum() / (2 * len(y))  # C = 1; of all texts together, as scikit-learn has it
+        penalty = weight.square().sum() / (2 * len(y))  # C = 1, applied to the sum over all texts as in scikit-learn
         found = torch.nn.functional.cross_entropy(x @ weight + bias, y) + penalty
         found.backward()
         return found

@@ -1,4 +1,4 @@
-"""What the machine can do at this moment: matrix products and copies of random data, at the size of a training step."""
+"""The machine's current speed: matrix products and copies of random data, at the size of a training step."""
 
 import functools
 import statistics
@@ -11,15 +11,15 @@ __all__ = ["RATES", "Calibration"]
 
 # name -> unit
 RATES = {"float32": "GEMM float32, TFLOP/s", "bfloat16": "GEMM bfloat16, TFLOP/s", "copy": "copy, GB/s read + written"}
-_N = 2048  # a product of 2048^3, near the ceiling of this kind of machine
+_N = 2048  # a 2048^3 product, near the peak rate of this kind of machine
 _SMALLEST = 256
-_LONGEST = 0.5  # seconds a product; a processor without bfloat16 takes 17 s for one of 2048^3
+_LONGEST = 0.5  # seconds per product; a processor without bfloat16 takes 17 s for 2048^3
 _COPY = 64 << 20  # float32 elements, 256 MiB: more than any cache
 _REPEATS = 5
 
 
 class Calibration:
-    """Holds its buffers, so that no measurement pays for fresh memory."""
+    """Keeps its buffers, so that no measurement includes the cost of fresh memory."""
 
     def __init__(self) -> None:
         self._products = []
@@ -29,10 +29,10 @@ class Calibration:
             self._products.append((left, right, torch.empty_like(left)))
         self._source = torch.randn(_COPY)
         self._target = torch.empty_like(self._source)
-        self.measure()  # the first touches the pages
+        self.measure()  # the first run touches the pages
 
     def measure(self) -> dict[str, float]:
-        """Rate by name of ``RATES``, from the median of five runs of each; about half a second."""
+        """The rates named in ``RATES``, each from the median of five runs; takes about half a second."""
         rates = {}
         for left, right, out in self._products:
             seconds = _median_seconds(functools.partial(torch.mm, left, right, out=out))

@@ -1,4 +1,4 @@
-"""What a case is: contenders that do the same work, a reference that judges them, and the sizes they do it at."""
+"""A case: contenders that do the same work, a reference they are checked against, and the problem sizes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,38 +10,38 @@ __all__ = ["Case", "Contender", "First", "Runner"]
 
 @dataclass(frozen=True)
 class First:
-    """The first run: its seconds, compilation and all, and how far its result is from the reference."""
+    """The first run: its seconds, including compilation, and how far its result is from the reference."""
 
     seconds: float
     loss_error: float  # absolute, in nats
-    gradient_error: float | None  # of the worst tensor, relative to its norm; None: there are no gradients
+    gradient_error: float | None  # of the worst tensor, relative to its norm; None without gradients
 
 
 class Runner(Protocol):
-    """A contender that is built and has its weights."""
+    """A contender that has been built and has loaded its weights."""
 
     def first(self) -> First:
-        """The first run, judged."""
+        """Does the first run and compares it with the reference."""
 
     def run(self) -> None:
-        """One more run."""
+        """Does one more run."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """``build(size, folder)`` makes the runner in a process of its own; ``folder`` has what ``Case.prepare`` wrote."""
+    """``build(size, folder)`` creates the runner in its own process; ``folder`` holds what ``Case.prepare`` wrote."""
 
     build: Callable[[Any, Path], Runner]
-    matmuls: str  # the dtype of most of its FLOPs, so of the GEMM rate that bounds it
+    matmuls: str  # the dtype of most of its FLOPs, whose GEMM rate bounds it
     gradient_tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """``tokens`` and ``flops`` say how much one run at a size is; ``sizes`` has "full" and "quick"."""
+    """``tokens`` and ``flops`` give the work of one run at a size; ``sizes`` has "full" and "quick"."""
 
     title: str
-    base: str  # the contender that ratios are against
+    base: str  # the contender that speed-ups are relative to
     contenders: Mapping[str, Contender]
     sizes: Mapping[str, Any]
     prepare: Callable[[Any, Path], None]
@@ -50,9 +50,9 @@ class Case:
     loss_tolerance: float = 1e-3
 
     def verdict(self, name: str, first: First) -> str | None:
-        """What is wrong with the first run of contender ``name``; None if nothing is."""
+        """What is wrong with the first run of contender ``name``, or None."""
         tolerance, error = self.contenders[name].gradient_tolerance, first.gradient_error
-        # "not within", so that NaN fails
+        # "not <=", so that NaN fails
         if not first.loss_error <= self.loss_tolerance:
             return f"wrong: its loss is {first.loss_error:.1e} from the reference, over {self.loss_tolerance:.0e}"
         if error is not None and not error <= tolerance:

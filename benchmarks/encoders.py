@@ -1,10 +1,10 @@
-"""Training steps of a BERT and of a T5 on the CPU: ours against Hugging Face's.
+"""Training steps of a BERT and of a T5 on the CPU: ours compared with Hugging Face's.
 
-Hugging Face's model draws the weights and writes them as a folder, which ours reads; both see the same rows and update
-with torch's fused AdamW. What judges the first step is Hugging Face's model in float32: its loss, and the gradient of
-its embedding, which every path of the backward ends in.
+Hugging Face's model draws the weights and saves them to a folder that ours loads; both see the same rows and update
+with torch's fused AdamW. The first step is checked against Hugging Face's model in float32: its loss, and the gradient
+of its embedding, where every path of the backward ends.
 
-L layers of a stack, H hidden, A heads, F ffn hidden, V vocabulary, S sequence, T of the decoder, B batch.
+L layers per stack, H hidden, A heads, F ffn hidden, V vocabulary, S sequence, T decoder sequence, B batch.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from megalith.training.tasks.weights import load_weights
 __all__ = ["CASES", "Size"]
 
 _EMBEDDING, _GRADIENT = "model.embed_tokens.weight", "embedding"
-_ONE_IN = 7  # tokens of a BERT's row that are predicted
+_ONE_IN = 7  # one in seven tokens of a BERT's row is predicted
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # as in ``step``
 
 
 @dataclass(frozen=True)
 class Size:
-    """``T`` is 0 of a BERT."""
+    """``T`` is 0 for a BERT."""
 
     L: int
     H: int
@@ -55,7 +55,7 @@ class Size:
 
 
 class _Step(Step):
-    """Judged by the gradient of ``embedding``."""
+    """Checked by the gradient of ``embedding``."""
 
     def __init__(self, model: nn.Module, loss: Callable[[], Tensor], folder: Path, embedding: nn.Parameter) -> None:
         super().__init__(model, loss, folder)
@@ -120,11 +120,11 @@ def _their_config(size: Size) -> Any:
 
 
 def _prepare(size: Size, folder: Path) -> None:
-    """Writes weights, batch, and what the float32 reference makes of them."""
+    """Writes the weights, the batch, and the float32 reference's results for them."""
     torch.manual_seed(0)
     model = _class_of(size)(_their_config(size)).train()
     model.save_pretrained(folder / "hf")
-    tokens = torch.randint(1, size.V, (size.B, size.S))  # no padding: its row has no gradient in theirs
+    tokens = torch.randint(1, size.V, (size.B, size.S))  # no padding: its row gets no gradient in theirs
     if size.T:
         decoder_tokens, labels = torch.randint(1, size.V, (2, size.B, size.T))
         save_file({"tokens": tokens, "decoder_tokens": decoder_tokens, "labels": labels}, folder / "batch.safetensors")

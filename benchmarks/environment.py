@@ -1,4 +1,4 @@
-"""The same surroundings for every contender, and what they were."""
+"""The same environment for every contender, and a description of it."""
 
 import os
 import platform
@@ -12,10 +12,10 @@ _PACKAGES = ("megalith", "torch", "transformers", "megatron-core", "numpy")
 
 
 def surroundings(scratch: Path) -> dict[str, str]:
-    """The environment of a process that is measured; what it compiles goes to ``scratch``, so nothing is warm.
+    """The environment variables of a measured process; it compiles into ``scratch``, so that no cache is warm.
 
-    One thread for each CPU that we may use, each on its own: unpinned, two of them may share one. Freed memory is kept
-    instead of given back: pages that the kernel must zero again cost a step up to a tenth of its time.
+    One pinned thread per available CPU: unpinned, two threads may share one. Freed memory is kept instead of returned:
+    pages that the kernel must zero again cost a step up to a tenth of its time.
     """
     cpus = sorted(os.sched_getaffinity(0))
     return {
@@ -31,19 +31,19 @@ def surroundings(scratch: Path) -> dict[str, str]:
 
 
 def describe() -> dict[str, str]:
-    """What a reader needs to know of the machine and the packages; "absent" for one that is not installed."""
+    """The machine and the package versions; "absent" for a package that is not installed."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "absent"
-    threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))  # bound, a thread sees its own CPU
+    threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))  # if pinned, a thread sees one CPU
     return {"cpu": _cpu_model(), "threads": threads, "kernel": platform.release(), **versions}
 
 
 def commit() -> str:
-    """``MEGALITH_COMMIT`` where that is set: git may be absent, or older than the files; else what is checked out."""
+    """``MEGALITH_COMMIT`` if set, as git may be absent or older than the files; otherwise the checked-out commit."""
     if named := os.environ.get("MEGALITH_COMMIT"):
         return named
     folder = Path(__file__).parent

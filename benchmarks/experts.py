@@ -1,10 +1,10 @@
-"""Forward and backward of one mixture of experts on the CPU: ours against Hugging Face's Mixtral and Megatron-Core's.
+"""Forward and backward of one mixture of experts on the CPU: ours, Hugging Face's Mixtral and Megatron-Core's.
 
-Every contender has the same random weights and sees the same hidden states and the same gradient of its output. What
-judges the first run is Hugging Face's layer in float32, in a process of its own, that goes from expert to expert.
+Every contender has the same random weights and sees the same hidden states and the same gradient of its output. The
+first run is checked against Hugging Face's layer in float32, in its own process, which loops over the experts.
 
-Gates are drawn wide, so that no token is near a tie, unless a token goes to all experts: dtypes round logits in their
-own ways, and a token that goes elsewhere is an error of the routing and not of the experts.
+Gate weights are drawn with a large standard deviation, so that no token is near a tie, unless every token goes to all
+experts: dtypes round logits differently, and a token routed elsewhere is an error of the routing, not of the experts.
 
 H hidden, F ffn hidden of an expert, E experts, K experts per token, T tokens.
 """
@@ -36,7 +36,7 @@ __all__ = ["CASES", "TOLERANCE", "LayerStep", "Size", "flops", "ours", "prepare"
 
 Layer = Callable[[Tensor], Tensor]  # [T, H] -> [T, H]
 Gradients = Callable[[], dict[str, Tensor]]
-# what our layer calls its weights
+# the names of the weights in our layer
 _GATE, _ENTERING, _LEAVING = "gate.weight", "experts.gate_up_proj", "experts.down_proj"
 
 
@@ -52,7 +52,7 @@ class Size:
 
 
 class LayerStep:
-    """Forward and backward of ``layer``, whose gradients ``gradients`` gives by our names."""
+    """Forward and backward of ``layer``; ``gradients`` returns its gradients by our names."""
 
     def __init__(self, layer: Layer, model: nn.Module, dtype: torch.dtype, gradients: Gradients, folder: Path) -> None:
         self._layer, self._model, self._gradients, self._folder = layer, model, gradients, folder
@@ -60,18 +60,18 @@ class LayerStep:
         self._x, self._dy = batch["x"].to(dtype).requires_grad_(), batch["dy"].to(dtype)
 
     def first(self) -> First:
-        """The first run; the clock stands while its gradients are compared."""
+        """The first run; comparing its gradients is not timed."""
         start = time.perf_counter()
         y = self._forward_backward()
         seconds = time.perf_counter() - start
         judged = json.loads((self._folder / "reference.json").read_text())
         reference = load_file(self._folder / "gradients.safetensors")
-        assert self._x.grad is not None, "the hidden states take part"
+        assert self._x.grad is not None, "the hidden states get a gradient"
         found = {name: dx.cpu() for name, dx in {"x": self._x.grad, **self._gradients()}.items()}
-        assert found.keys() == reference.keys(), "the same parameters by the same names"
+        assert found.keys() == reference.keys(), "the same parameter names"
         errors = [gradient_error(dx.float(), reference[name], judged["norm"]) for name, dx in found.items()]
         loss_error = abs((y.float() * self._dy.float()).sum().item() - judged["loss"])
-        return First(seconds, loss_error, torch.tensor(errors).max().item())  # NaN, if one is
+        return First(seconds, loss_error, torch.tensor(errors).max().item())  # NaN if any is NaN
 
     def run(self) -> None:
         self._model.zero_grad()
@@ -85,7 +85,7 @@ class LayerStep:
 
 
 def ours(size: Size, folder: Path, *, dtype: torch.dtype, sequential: bool = False, device: str = "cpu") -> LayerStep:
-    """``MoELayer``, its experts together or one after the other."""
+    """``MoELayer``, with its experts computed together or one at a time."""
     model = {
         "hidden_size": size.H,
         "num_attention_heads": 1,
@@ -163,14 +163,14 @@ def _weights(folder: Path) -> Mapping[str, Tensor]:
 
 
 def prepare(size: Size, folder: Path, device: str = "cpu") -> None:
-    """Writes weights and batch, and what the float32 reference makes of them on ``device``."""
+    """Writes the weights, the batch, and the float32 reference's results for them on ``device``."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(std: float, *shape: int) -> Tensor:
-        # values of bfloat16, so that every dtype starts from the same
+        # bfloat16 values, so that every dtype starts from the same numbers
         return (std * torch.randn(shape, generator=generator)).bfloat16().float()
 
-    # with wide logits the last of all experts would get a weight near 1e-40, and denormal numbers take 5 times as long
+    # with large logits, the last of all experts would get a weight near 1e-40, and denormals take 5 times as long
     gate = draw(1.0 if size.K < size.E else size.H**-0.5, size.E, size.H)
     weights = {
         _GATE: gate,
@@ -190,14 +190,14 @@ def prepare(size: Size, folder: Path, device: str = "cpu") -> None:
     gradients = _gradients_of(block)
     gradients[_ENTERING] = gradients[_ENTERING].view(size.E, 2, size.F, size.H)
     norm = torch.nn.utils.get_total_norm(gradients.values()).item()
-    assert x.grad is not None, "the hidden states take part"
+    assert x.grad is not None, "the hidden states get a gradient"
     save_file({"x": x.grad, **gradients}, folder / "gradients.safetensors")
     loss = (y * dy).sum().item()
     (folder / "reference.json").write_text(json.dumps({"loss": loss, "norm": norm}))
 
 
 def _far_from_ties(x: Tensor, gate: Tensor, size: Size) -> Tensor:
-    """Those ``T`` rows whose K-th logit is farthest from the next one, in the order they have; all K may be all E."""
+    """The ``T`` rows whose K-th logit is farthest from the next one, in their original order; K may equal E."""
     if size.K == size.E:
         return x[: size.T].contiguous()
     logits = (x @ gate.T).sort(dim=1, descending=True).values
@@ -206,7 +206,7 @@ def _far_from_ties(x: Tensor, gate: Tensor, size: Size) -> Tensor:
 
 
 def flops(size: Size) -> int:
-    """Three products of an expert, forward and twice backward."""
+    """Three matrix products per expert, once in the forward and twice in the backward."""
     return 3 * 2 * size.T * size.K * 3 * size.H * size.F
 
 
@@ -217,7 +217,7 @@ def _case(E: int, K: int, dtype: torch.dtype) -> Case:
         return Contender(functools.partial(build, dtype=dtype, **options), name, TOLERANCE[dtype])
 
     return Case(
-        title=f"CPU mixture of experts, {E} experts, {K} for each token, {name}",
+        title=f"CPU mixture of experts, {E} experts, {K} per token, {name}",
         base="Hugging Face, eager",
         contenders={
             "Megalith": contender(ours),
@@ -234,7 +234,7 @@ def _case(E: int, K: int, dtype: torch.dtype) -> Case:
     )
 
 
-# of the worst tensor; bfloat16 keeps 8 bits
+# for the worst tensor; bfloat16 keeps 8 bits
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 CASES = {

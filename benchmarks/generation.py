@@ -1,10 +1,10 @@
-"""Greedy generation by a 34 million parameter Llama on the CPU: ours against Hugging Face's, from ragged prompts.
+"""Greedy generation by a 34M-parameter Llama on the CPU: ours compared with Hugging Face's, from ragged prompts.
 
-Every contender has the same random weights and goes on from the same prompts. The reference is Hugging Face's model in
-float32. Dtypes round in their own ways, so a text may differ from the reference's, but first at a token where the two
-likeliest are nearly as likely: how far apart their logits are there stands for the error.
+Every contender has the same random weights and continues the same prompts. The reference is Hugging Face's model in
+float32. Dtypes round differently, so a text may differ from the reference's, but only from a token on where the two
+likeliest tokens are nearly equally likely: the distance of their logits there is the error.
 
-B prompts of up to S tokens, of which each is shorter than the one before.
+B prompts of up to S tokens, each shorter than the one before.
 """
 
 import functools
@@ -38,7 +38,7 @@ _SHORTER = 4  # tokens
 
 @dataclass(frozen=True)
 class Size:
-    """``B`` prompts, the longest of ``S`` tokens, and ``new`` tokens after each."""
+    """``B`` prompts, the longest of ``S`` tokens, each continued by ``new`` tokens."""
 
     config: TransformerConfig
     S: int
@@ -47,13 +47,13 @@ class Size:
 
 
 class Generation:
-    """``texts()`` draws the new tokens of every prompt."""
+    """``texts()`` generates the new tokens of every prompt."""
 
     def __init__(self, texts: Callable[[], Texts], folder: Path) -> None:
         self._texts, self._folder = texts, folder
 
     def first(self) -> First:
-        """The first run; the clock stands while its texts are compared."""
+        """The first run; comparing its texts is not timed."""
         start = time.perf_counter()
         texts = self._texts()
         return First(time.perf_counter() - start, self._error(texts), None)
@@ -62,7 +62,7 @@ class Generation:
         self._texts()
 
     def _error(self, texts: Texts) -> float:
-        """What lies between the reference's two largest logits where a text first differs, of the worst text."""
+        """The distance of the reference's two largest logits where a text first differs, for the worst text."""
         reference = json.loads((self._folder / "reference.json").read_text())
         errors = [0.0]
         for text, want, margins in zip(texts, reference["texts"], reference["margins"], strict=True):
@@ -73,7 +73,7 @@ class Generation:
 
 
 def _ours(size: Size, folder: Path, *, dtype: torch.dtype) -> Generation:
-    """``generate`` on a ``GPTModel`` that is built as ``megalith generate`` builds it."""
+    """``generate`` on a ``GPTModel`` built as by ``megalith generate``."""
     options = BuildOptions(ProcessGroupCollection.single(), dtype, matrix_product=inference_linear)
     model = GPTModel(size.config, options).eval()
     model.load_state_dict(load_file(folder / "weights.safetensors"))
@@ -119,7 +119,7 @@ def _prompts(size: Size) -> Sequence[list[int]]:
 
 
 def _prepare(size: Size, folder: Path) -> None:
-    """Writes the weights, and what the float32 reference makes of the prompts."""
+    """Writes the weights, and the float32 reference's results for the prompts."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in parameter_shapes(size.config).items():
@@ -134,7 +134,7 @@ def _prepare(size: Size, folder: Path) -> None:
 
 
 def _flops(size: Size) -> int:
-    """Forward alone, a third of a training step."""
+    """The forward alone, a third of a training step."""
     assert size.config.vocab_size is not None, "every size has one"
     tokens = sum(map(len, _prompts(size))) + size.B * size.new
     return tokens * flops_per_token(size.config, size.config.vocab_size, size.S + size.new) // 3
@@ -167,7 +167,7 @@ def _case(B: int, dtype: torch.dtype, tolerance: float) -> Case:
     )
 
 
-# of logits whose standard deviation is 0.45: float32 agrees to 1e-5, and bfloat16 keeps 8 bits
+# logits have a standard deviation of 0.45: float32 agrees to 1e-5, and bfloat16 keeps 8 bits
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 CASES = {

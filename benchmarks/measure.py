@@ -1,4 +1,4 @@
-"""Runs a case: the reference, each contender's judged first run, warm-up, interleaved rounds between calibrations."""
+"""Runs a case: the reference, each contender's checked first run, warm-up, interleaved rounds between calibrations."""
 
 import logging
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ __all__ = ["Entry", "Measurement", "measure"]
 log = logging.getLogger(__name__)
 
 WARM_UP_RUNS = 2
-# a discarded round is run again, until there are this many times as many as were asked for
+# discarded rounds are repeated, up to this many times the requested number of rounds
 PATIENCE = 2
-_FIRST_SECONDS, _RUN_SECONDS = 600.0, 120.0  # before a worker is given up
+_FIRST_SECONDS, _RUN_SECONDS = 600.0, 120.0  # after which a worker is given up
 
 
 @dataclass
 class Entry:
-    """What came of one contender; ``failure`` says why it has no figures."""
+    """The results of one contender; ``failure`` says why there are none."""
 
     first: First | None = None
     peak_rss: int = 0  # bytes, after its last run
@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass
 class Measurement:
-    """Everything that was measured; ``calibration`` has one more set of rates than there are rounds."""
+    """All measurements; ``calibration`` has one more set of rates than there are rounds."""
 
     case: str
     size: str
@@ -48,9 +48,9 @@ class Measurement:
 
 
 def measure(case_name: str, size: str, num_rounds: int, contenders: Sequence[str]) -> Measurement:
-    """Measures ``contenders`` of a case until ``num_rounds`` rounds were quiet, or twice as many were run.
+    """Measures ``contenders`` of a case until ``num_rounds`` rounds were quiet, or twice as many have run.
 
-    Raises WorkerError if the reference or the calibration fails; a contender that fails has its reason in its entry.
+    Raises WorkerError if the reference or the calibration fails; if a contender fails, its entry has the reason.
     """
     measurement = Measurement(case_name, size, {name: Entry() for name in contenders})
     with TemporaryDirectory(prefix="benchmark-") as scratch, ExitStack() as stack:
@@ -66,7 +66,7 @@ def measure(case_name: str, size: str, num_rounds: int, contenders: Sequence[str
             measurement.calibration.append(field.calibrate())
             done = Round(seconds, *measurement.calibration[-2:])
             measurement.rounds.append(done)
-            fate = "kept" if done.kept else f"discarded: calibration moved by {done.moved:.0%}"
+            fate = "kept" if done.kept else f"discarded: calibration changed by {done.moved:.0%}"
             log.info("round %d: %s (%d of %d)", len(measurement.rounds), fate, len(measurement.kept), num_rounds)
     return measurement
 
@@ -83,7 +83,7 @@ class _Field:
         self._calibrator = self._start(stack, "calibrate")
 
     def prepare(self) -> None:
-        """Writes what all contenders read, in a process that is gone before the first of them starts."""
+        """Writes the input of all contenders, in a process that ends before the first of them starts."""
         with ExitStack() as alone:
             self._start(alone, "prepare", *self._arguments).ask("write", _FIRST_SECONDS)
 
@@ -92,7 +92,7 @@ class _Field:
         return rates
 
     def enter(self, name: str, entry: Entry) -> None:
-        """Starts a contender, judges its first run, and warms it up."""
+        """Starts a contender, checks its first run, and warms it up."""
         self._workers[name] = self._start(self._stack, "contend", *self._arguments, name)
         answer = self._ask(name, entry, "first", _FIRST_SECONDS)
         if answer is None:
@@ -104,7 +104,7 @@ class _Field:
             self.run(name, entry)
 
     def run(self, name: str, entry: Entry) -> float | None:
-        """Seconds of one run; None for a contender that is out, or now drops out."""
+        """Seconds of one run; None for a contender that has failed, now or before."""
         answer = None if entry.failure else self._ask(name, entry, "run", _RUN_SECONDS)
         return None if answer is None else answer["seconds"]
 
@@ -118,7 +118,7 @@ class _Field:
         return answer
 
     def _drop(self, name: str, entry: Entry, reason: str) -> None:
-        log.warning("%s drops out: %s", name, reason)
+        log.warning("%s failed: %s", name, reason)
         entry.failure = reason
         self._workers[name].close()
 

@@ -1,5 +1,5 @@
 """Megatron-Core's mixture of experts on a CPU, where it needs three patches: it asks CUDA for the current device, draws
-weights under a generator of CUDA's, and looks for a product of Transformer Engine by a name that it did not define."""
+weights with a CUDA generator, and looks up a Transformer Engine GEMM under a name it did not define."""
 
 import contextlib
 from importlib import import_module
@@ -14,7 +14,7 @@ __all__ = ["megatron_core_experts"]
 
 
 def megatron_core_experts(H: int, F: int, E: int, K: int, dtype: torch.dtype) -> Any:
-    """Its ``MoELayer`` with ``SequentialMLP``: SwiGLU experts, weights over the chosen ones, alone in its process."""
+    """Its ``MoELayer`` with ``SequentialMLP``: SwiGLU experts, weights over the chosen ones; the only rank."""
     core = need("megatron.core")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

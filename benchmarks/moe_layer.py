@@ -1,16 +1,16 @@
-"""One mixture of experts, forward and backward, on one GPU: speed, memory, waits of the host, and one CUDA graph of it.
+"""One mixture of experts, forward and backward, on one GPU: speed, memory, host synchronizations, and a CUDA graph.
 
     python -m benchmarks.moe_layer [--quick] [--out FOLDER]
 
-Contenders take turns in every round, in bfloat16, and are judged by Hugging Face's layer in float32 first:
+Contenders take turns in every round, in bfloat16, and are first checked against Hugging Face's layer in float32:
 
     Megalith                                    ``MoELayer``, dropless, in one process
-    Megalith, in a CUDA graph                   the same, captured whole and replayed
-    Hugging Face, grouped_mm and eager          its Mixtral block over torch's ``_grouped_mm``, and expert by expert
+    Megalith, in a CUDA graph                   the same, captured as a whole and replayed
+    Hugging Face, grouped_mm and eager          its Mixtral block with torch's ``_grouped_mm``, and expert by expert
 
-A row has the time of a run, its share of the rate of a product of 8192^3 in the same run, the most memory beyond what
-was held before, and how often the host waited for the device. Without a GPU it runs at a tiny size, to show that it
-does; then nothing is counted or captured.
+A row has the time of a run, the FLOP/s relative to an 8192^3 matrix product in the same run, the peak memory beyond
+what was allocated before, and how often the host waited for the device. Without a GPU, it runs at a tiny size as a
+smoke test; then nothing is counted or captured.
 """
 
 import argparse
@@ -40,15 +40,15 @@ _BASE = "Hugging Face, grouped_mm"
 
 @dataclass(frozen=True)
 class Row:
-    """Of one contender.
+    """The results of one contender.
 
     Attributes:
-        milliseconds: a run, median over the rounds.
-        speed: the speed-up over ``Hugging Face, grouped_mm``, median of the ratios in a round.
-        share: of the matmul rate; None without a GPU.
-        peak_mib: the most memory beyond what was held before.
-        host_waits: how often a run made the host wait for the device; None without a GPU, or of a graph.
-        problem: why there is no time, or that a gradient is wrong.
+        milliseconds: per run, median over the rounds.
+        speed: the speed-up over ``Hugging Face, grouped_mm``, median of the ratios within each round.
+        share: fraction of the matmul rate; None without a GPU.
+        peak_mib: peak memory beyond what was allocated before.
+        host_waits: how often a run made the host wait for the device; None without a GPU, and for a graph.
+        problem: why there is no time, or which gradient error is too large.
     """
 
     milliseconds: float | None = None
@@ -63,8 +63,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.moe_layer", description="A mixture of experts on a GPU."
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny size and one round: does everything still run?")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of results")
+    parser.add_argument("--quick", action="store_true", help="smoke test: a tiny size and one round")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quick = arguments.quick or device == "cpu"
@@ -77,11 +77,11 @@ def main() -> None:
         record = {"environment": describe(), "device": torch.cuda.get_device_name(), "sizes": _as_tree(found)}
         path = arguments.out / f"moe-layer-{datetime.now():%Y%m%d-%H%M}.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"\nkept in {path}")
+        print(f"\nresults are in {path}")
 
 
 def rows_of(size: Size, device: str, rounds: int) -> dict[str, Row]:
-    """A row of each contender, by name."""
+    """The row of each contender, by name."""
     clock = Clock(device)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -118,23 +118,23 @@ def rows_of(size: Size, device: str, rounds: int) -> dict[str, Row]:
 
 
 def _judged(make: Callable[[], LayerStep], device: str) -> tuple[Row, Callable[[], object] | None]:
-    """What is known before anything is timed, and the run; None for one that fails or is wrong."""
+    """The row before anything is timed, and the run, or None if it fails or is wrong."""
     try:
         step = make()
         first = step.first()
         for _ in range(_WARM):
             step.run()
         peak, waits = memory_of(step.run, device).peak / 2**20, _host_waits(step.run) if device == "cuda" else None
-    except Exception as error:  # a row that says what happened, and the other rows
+    except Exception as error:  # report it in the row, and continue with the others
         return Row(problem=f"{type(error).__name__}: {error}".splitlines()[0]), None
     tolerance = TOLERANCE[torch.bfloat16]
-    if not (first.gradient_error is not None and first.gradient_error <= tolerance):  # not within, so that NaN fails
+    if not (first.gradient_error is not None and first.gradient_error <= tolerance):  # "not <=", so that NaN fails
         return Row(problem=f"wrong: a gradient is {first.gradient_error} from the reference, over {tolerance}"), None
     return Row(peak_mib=peak, host_waits=waits), step.run
 
 
 def _timed(row: Row, seconds: list[float] | None, base: list[float] | None, least: float | None) -> Row:
-    """``row`` with its times; ``least``: seconds that the products take at the rate of large ones."""
+    """``row`` with its times; ``least``: seconds its matrix products would take at the measured matmul rate."""
     if not seconds:
         return row
     median = statistics.median(seconds)
@@ -166,7 +166,7 @@ def _captured(run: Callable[[], object]) -> Callable[[], object] | str:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     try:
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # the first runs on a stream of their own, as capture asks for
+        with torch.cuda.stream(stream):  # warm-up runs on a side stream, as capture requires
             for _ in range(_WARM):
                 run()
         torch.cuda.current_stream().wait_stream(stream)

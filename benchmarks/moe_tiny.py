@@ -1,16 +1,16 @@
-"""Whether a mixture of experts learns more than a dense model of as many active parameters: recipe moe-tiny.
+"""Checks that a mixture of experts learns more than a dense model with as many active parameters: recipe moe-tiny.
 
     python -m benchmarks.moe_tiny FOLDER [SEED ...]
 
 For each seed both models see the same tokens of the demo's corpus in the same number of steps, on this machine:
 
     experts   recipe moe-tiny on 4 ranks, EP 2 x DP 2; the last fifth resumed with EP 4
-    dense     the same recipe with an MLP that is wider than two experts by more than the router has parameters
-    upcycled  the dense model made into experts, not trained
+    dense     the same recipe with an MLP wider than two experts, by more parameters than the router has
+    upcycled  the dense model converted to experts, without further training
 
-A line a seed, and results.json in FOLDER: held-out losses in nats per token, the largest violation of even loads over
-the layers, max_e load_e / mean load - 1, on held-out text, and by how much upcycling changes the loss. Exit code 1 if
-a seed misses what the recipe is for. What is in FOLDER already is not trained again.
+Prints a line per seed and writes results.json to FOLDER: held-out losses in nats per token, the largest load violation
+of any layer, max_e load_e / mean load - 1, on held-out text, and by how much upcycling changes the loss. Exit code 1 if
+any seed misses the goals of the recipe. Runs that are already in FOLDER are not repeated.
 """
 
 from collections import defaultdict
@@ -39,7 +39,7 @@ _MOST_VIOLATION, _MOST_DIFFERENCE = 0.5, 1e-5
 
 @dataclass(frozen=True)
 class Result:
-    """Of one seed. Losses are in nats per token."""
+    """Results for one seed. Losses are in nats per token."""
 
     seed: int
     experts: float
@@ -49,13 +49,13 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Whether the recipe does what it is for."""
+        """Whether the recipe meets its goals."""
         even = self.violation < _MOST_VIOLATION
         return self.experts < self.dense and even and self.upcycling < _MOST_DIFFERENCE
 
 
 def main(folder: Path, seeds: list[int]) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     text = prepare_sources(folder / "data" / "text", held_out=_HELD_OUT)
     results = []
     for seed in seeds:
@@ -79,7 +79,7 @@ def _result(folder: Path, seed: int, text: str, valid: str) -> Result:
 
 
 def _held_out(run: Path) -> tuple[float, float]:
-    """The loss of ``run`` on ``_SAMPLES`` held-out samples, and the largest violation over its layers, 0 of none."""
+    """The loss of ``run`` on ``_SAMPLES`` held-out samples, and the largest violation of its MoE layers, or 0."""
     trained, loads = load_model(run), defaultdict[nn.Module, Tensor](lambda: torch.zeros((), dtype=torch.int64))
 
     def add(router: nn.Module, _: Any, routing: Routing) -> None:

@@ -1,4 +1,4 @@
-"""What the benchmarks of recipes share: their text, their runs on ranks of this machine, their command line."""
+"""Shared by the recipe benchmarks: text, runs on local ranks, command line."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ VOCABULARY = 2048
 def prepare_sources(
     out: Path, *, held_out: float, split_sentences: bool = False, special_tokens: Sequence[str] = ()
 ) -> PrepareSummary:
-    """The sources of the standard library as a dataset, the share ``held_out`` of its files apart."""
+    """The standard library's sources as a dataset, with the fraction ``held_out`` of its files in a separate one."""
     kept, valid = split_by_file(standard_library_sources(), held_out, seed=0)
     return prepare(
         kept,
@@ -33,14 +33,14 @@ def prepare_sources(
 
 
 def train(num_ranks: int, recipe: str, run: Path, overrides: Sequence[str]) -> None:
-    """``megalith train RECIPE`` on this machine; what is in ``run`` already is not trained again."""
+    """Runs ``megalith train RECIPE`` on this machine; steps that are already in ``run`` are not repeated."""
     arguments, on = ["train", recipe, *overrides, f"run={run}"], partial(where_it_goes_on, run / "checkpoints")
     if code := launch(num_ranks, arguments, run.parent / "logs", print, goes_on=on):
-        raise SystemExit(f"megalith {' '.join(arguments)} ended with exit code {code}")
+        raise SystemExit(f"megalith {' '.join(arguments)} failed with exit code {code}")
 
 
 def run_main(main: Callable[[Path, list[int]], int], usage: str | None) -> None:
-    """Calls ``main`` with the folder and the seeds of the command line, by default 1, 2 and 3, and exits as it says."""
+    """Calls ``main`` with the folder and seeds (default: 1, 2, 3) of the command line; exits with its return code."""
     if len(sys.argv) < 2:
         raise SystemExit(usage)
     sys.exit(main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or [1, 2, 3]))

@@ -1,4 +1,4 @@
-"""The one list of cases."""
+"""All cases."""
 
 from benchmarks import encoders, experts, generation, step
 from benchmarks.case import Case

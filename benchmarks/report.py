@@ -1,4 +1,4 @@
-"""A measurement as Markdown for readers, and as JSON for programs."""
+"""Formats a measurement as Markdown and as JSON."""
 
 import dataclasses
 import statistics
@@ -27,7 +27,7 @@ _COLUMNS = (
 
 
 def as_json(measurement: Measurement, machine: Mapping[str, str], date: str) -> dict[str, Any]:
-    """Everything that was measured, seconds and bytes unrounded."""
+    """All measurements, with seconds and bytes unrounded."""
     return {
         "case": measurement.case,
         "size": measurement.size,
@@ -41,7 +41,7 @@ def as_json(measurement: Measurement, machine: Mapping[str, str], date: str) -> 
 
 
 def as_markdown(measurement: Measurement, machine: Mapping[str, str], date: str) -> str:
-    """Title, table of contenders, calibration, and what the reader must know to believe it."""
+    """Title, table of contenders, calibration, and the machine."""
     case = CASES[measurement.case]
     rounds, warning = _quotable(measurement)
     lines = [
@@ -53,19 +53,19 @@ def as_markdown(measurement: Measurement, machine: Mapping[str, str], date: str)
     ]
     lines += [_row(_cells(measurement, name, rounds)) for name in measurement.entries]
     lines += ["", f"Base: {case.base}. {len(measurement.kept)} rounds kept, {_discarded(measurement)} discarded"]
-    lines[-1] += f" (a calibrated rate moved by more than {MOVED:.0%})."
+    lines[-1] += f" (a calibrated rate changed by more than {MOVED:.0%})."
     lines += ["", *_calibration_table(measurement.calibration)]
     lines += ["", ", ".join(f"{name} {value}" for name, value in machine.items()), ""]
     return "\n".join(lines)
 
 
 def _quotable(measurement: Measurement) -> tuple[Sequence[Round], list[str]]:
-    """The rounds that figures come from, and what to say above them."""
+    """The rounds that the figures come from, and a warning to print above them."""
     if measurement.kept:
         return measurement.kept, []
     return measurement.rounds, [
-        f"**Not to be quoted**: in none of {len(measurement.rounds)} rounds was the machine quiet. "
-        f"The figures are of all of them; run it again when nothing else works here.",
+        f"**Not to be quoted**: the machine was not quiet in any of {len(measurement.rounds)} rounds. "
+        f"The figures cover all of them; run it again when the machine is idle.",
         "",
     ]
 

@@ -1,9 +1,9 @@
-"""Items of work in a process of their own, which is started again behind an item that ends it; a line from each.
+"""Runs items of work in a child process that is restarted after an item that breaks it; one result line per item.
 
-A kernel that fails on a GPU spoils all that its process does later, and one that hangs never comes back. So nothing is
-done in the process that writes the results, and a process in which anything has failed does nothing more.
+A kernel that fails on a GPU corrupts everything its process does later, and one that hangs never returns. So no item
+runs in the process that writes the results, and a process is discarded as soon as anything in it has failed.
 
-    python -m benchmarks.restartable MODULE:FUNCTION ARGUMENTS    one item, for compute-sanitizer and its kin
+    python -m benchmarks.restartable MODULE:FUNCTION ARGUMENTS    one item, for tools such as compute-sanitizer
 """
 
 import importlib
@@ -23,28 +23,28 @@ Line = dict[str, Any]
 Job = Callable[..., Line]
 _IMPORTED = [
     "torch",
-    "torch._dynamo",  # eight seconds, which the first item of every process would wait for
+    "torch._dynamo",  # takes eight seconds, which the first item of every process would otherwise pay
     "benchmarks.fusions.registry",
     "tests.fusions.harness",
-]  # before a process is forked, once for all
-_TO_START = 120.0  # seconds that a process may take to start, which no item is charged with
-_TO_END = 10.0  # seconds that a process may take to clear up, after its last item
+]  # imported once, before processes are forked
+_TO_START = 120.0  # seconds that a process may take to start; not counted towards an item's limit
+_TO_END = 10.0  # seconds that a process may take to exit after its last item
 
 
 class Item(NamedTuple):
-    """A name for readers, and the arguments of the job, which JSON can hold."""
+    """A name to display, and the arguments of the job, which must be valid JSON."""
 
     name: str
     arguments: tuple[Any, ...]
 
 
 def lines_of(job: Job, items: Iterable[Item], limit: float, deadline: float) -> Iterator[Line]:
-    """What ``job`` says of each item, with its name as ``item``; with the reason as ``failure`` where it says nothing.
+    """Yields the result of ``job`` for each item, plus the name as ``item``; if it fails, the reason as ``failure``.
 
     Args:
-        job: a function of a module, of an item's arguments.
+        job: a module-level function of an item's arguments.
         limit: seconds for one item.
-        deadline: by ``time.monotonic()``; what has not ended then is ended, and what has not begun is not.
+        deadline: in ``time.monotonic()``; the item running then is killed, and later ones do not run.
     """
     left = list(items)
     while left and time.monotonic() < deadline:
@@ -58,8 +58,8 @@ def lines_of(job: Job, items: Iterable[Item], limit: float, deadline: float) -> 
 
 
 def _one_process(job: Job, items: list[Item], limit: float, deadline: float) -> Iterator[Line]:
-    """Lines of the first of ``items``, up to one that fails, or all; of one at least."""
-    context = multiprocessing.get_context("forkserver")  # never forked from a process that has touched a GPU
+    """Yields lines of ``items``, up to the first that fails; at least one."""
+    context = multiprocessing.get_context("forkserver")  # never fork a process that has used a GPU
     context.set_forkserver_preload(_IMPORTED)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(sender, job, [item.arguments for item in items]))
@@ -101,7 +101,7 @@ def _work(sender: Connection, job: Job, items: list[tuple[Any, ...]]) -> None:
 
 
 def _line(job: Job, arguments: tuple[Any, ...]) -> Line:
-    """What the job says; ``broken`` where it or the device failed, of which the job may have heard nothing."""
+    """The job's result; ``broken`` if it or the device failed, which the job itself may not have noticed."""
     try:
         line = job(*arguments)
     except Exception as error:
@@ -115,7 +115,7 @@ def _line(job: Job, arguments: tuple[Any, ...]) -> Line:
 
 
 def main() -> None:
-    """One item, in this process: its line is printed."""
+    """Runs one item in this process and prints its line."""
     module, _, function = sys.argv[1].partition(":")
     line = _line(getattr(importlib.import_module(module), function), json.loads(sys.argv[2]))
     print(json.dumps(line))

@@ -1,7 +1,7 @@
-"""Interleaved rounds, and what may be said after them.
+"""Interleaved rounds, and statistics over them.
 
-A round runs every contender once. The machine is calibrated before and after it, and a round in which a rate moved by
-more than a tenth is discarded: neighbours of a shared machine would be measured. Ratios are formed inside of a round,
+A round runs every contender once. The machine is calibrated before and after it, and a round in which a rate changed by
+more than a tenth is discarded: it would measure other users of a shared machine. Ratios are computed within a round,
 between runs that are seconds apart, and only then is the median taken.
 """
 
@@ -18,7 +18,7 @@ Rates = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of each contender, and the calibration on both sides."""
+    """Seconds of each contender, and the calibrations before and after."""
 
     seconds: Mapping[str, float]
     before: Rates
@@ -44,7 +44,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of one value at least; of one, all three are that one."""
+        """Of at least one value; if there is only one, all three equal it."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -52,22 +52,21 @@ class Spread:
 
 
 def seconds(rounds: Sequence[Round], name: str) -> Spread | None:
-    """Of the rounds in which ``name`` ran; None if there is none."""
+    """Over the rounds in which ``name`` ran; None if there are none."""
     values = [one.seconds[name] for one in rounds if name in one.seconds]
     return Spread.of(values) if values else None
 
 
 def ratios(rounds: Sequence[Round], name: str, base: str) -> Spread | None:
-    """The speed-up of ``name`` over ``base`` in each round in which both ran; None if there is none."""
+    """The speed-up of ``name`` over ``base`` over the rounds in which both ran; None if there are none."""
     values = [one.seconds[base] / one.seconds[name] for one in rounds if {name, base} <= one.seconds.keys()]
     return Spread.of(values) if values else None
 
 
 def of_rate(rounds: Sequence[Round], name: str, work: float, rate: str) -> float | None:
-    """Median part of the machine's ``rate`` that ``name`` reached, which does ``work``, in the unit of the rate.
+    """Median fraction of the machine's ``rate`` that ``name`` reached; ``work`` per run is in the unit of the rate.
 
-    The rate of a round is the mean of the calibrations around it; of the rounds in which ``name`` ran, None if there
-    is none.
+    The rate of a round is the mean of the calibrations around it. None if ``name`` ran in no round.
     """
     parts = [
         work / one.seconds[name] / statistics.fmean((one.before[rate], one.after[rate]))

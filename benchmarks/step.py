@@ -1,7 +1,7 @@
-"""The training step of a 27.7 million parameter Llama on the CPU: ours against Hugging Face's.
+"""The training step of a 27.7M-parameter Llama on the CPU: ours compared with Hugging Face's.
 
 Every contender starts from the same random weights, loaded by name, sees the same random batch, and updates with
-torch's fused AdamW. What judges the first step is Hugging Face's model in float32, in a process of its own.
+torch's fused AdamW. The first step is checked against Hugging Face's model in float32, in its own process.
 
 L layers, H hidden, A heads, F ffn hidden, V vocabulary, S sequence, B batch.
 """
@@ -42,7 +42,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Size:
-    """Rows ``B`` of ``S`` tokens, and the model that sees them."""
+    """A model, and its batch of ``B`` rows of ``S`` tokens."""
 
     config: TransformerConfig
     S: int
@@ -64,7 +64,7 @@ class Step:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def first(self) -> First:
-        """The first step; the clock stands while its gradients are compared."""
+        """The first step; comparing its gradients is not timed."""
         start = time.perf_counter()
         loss = self._forward_backward()
         seconds = time.perf_counter() - start
@@ -87,28 +87,28 @@ class Step:
         self._optimizer.zero_grad()
 
     def _errors(self, loss: float) -> tuple[float, float]:
-        """Distance from the reference of the loss, and of the worst gradient."""
+        """The errors of the loss and of the worst gradient, relative to the reference."""
         judged = json.loads((self._folder / "reference.json").read_text())
         gradients = {name: parameter.grad for name, parameter in self._model.named_parameters()}
         errors = []
         with safe_open(self._folder / "gradients.safetensors", "pt") as reference:
-            assert set(reference.keys()) == set(gradients), "the same parameters by the same names"
+            assert set(reference.keys()) == set(gradients), "the same parameter names"
             for name, gradient in gradients.items():
-                assert gradient is not None, f"{name} takes part in the loss"
+                assert gradient is not None, f"{name} must get a gradient"
                 whole = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 errors.append(gradient_error(whole, reference.get_tensor(name), judged["gradient_norm"]))
-        return abs(loss - judged["loss"]), torch.tensor(errors).max().item()  # NaN, if one is
+        return abs(loss - judged["loss"]), torch.tensor(errors).max().item()  # NaN if any is NaN
 
 
 def _ours(size: Size, folder: Path, *, dtype: torch.dtype) -> Step:
-    """``GPTModel`` with parameters of ``dtype``, alone in its process."""
+    """``GPTModel`` with parameters in ``dtype``, on a single rank."""
     model = GPTModel(size.config, BuildOptions(ProcessGroupCollection.single(), dtype))
     model.load_state_dict(_weights(folder))
     return Step(model, _our_loss(model, folder), folder)
 
 
 def _ours_as_trained(size: Size, folder: Path, *, compiled: bool) -> Step:
-    """As ``megalith train`` has it under ``precision.dtype=bfloat16``: float32 parameters, sharded over one rank."""
+    """As in ``megalith train`` with ``precision.dtype=bfloat16``: float32 parameters, sharded over one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     pg_collection = ParallelState(RankGrid(1), device_type="cpu").collection()
     model = GPTModel(size.config, BuildOptions(pg_collection))
@@ -153,7 +153,7 @@ def _hugging_face_model(size: Size) -> Any:
 
 def _hugging_face_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     labels = batch["labels"]
-    # as shift_labels, so that they are not shifted once more
+    # passed as shift_labels, so that they are not shifted again
     loss: Tensor = model(input_ids=batch["tokens"], labels=labels, shift_labels=labels, use_cache=False).loss
     return loss
 
@@ -163,12 +163,12 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _prepare(size: Size, folder: Path) -> None:
-    """Writes weights, batch, and what the float32 reference makes of them."""
+    """Writes the weights, the batch, and the float32 reference's results for them."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in parameter_shapes(size.config).items():
         noise = 0.02 * torch.randn(shape, generator=generator)
-        weights[name] = 1 + noise if len(shape) == 1 else noise  # norms are about one
+        weights[name] = 1 + noise if len(shape) == 1 else noise  # norm weights are about one
     V = parameter_shapes(size.config)["lm_head.weight"][0]
     tokens, labels = torch.randint(V, (2, size.B, size.S), generator=generator)
     save_file(weights, folder / "weights.safetensors")
@@ -193,7 +193,7 @@ def _contender(build: Callable[..., Step], matmuls: str, **options: Any) -> Cont
     return Contender(functools.partial(build, **options), matmuls, _GRADIENT_TOLERANCE[matmuls])
 
 
-# of the worst tensor; bfloat16 keeps 8 bits, and strays by 0.02 on either side
+# for the worst tensor; bfloat16 keeps 8 bits, and is off by up to 0.02 in ours and in theirs
 _GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 CASE = Case(

@@ -1,13 +1,13 @@
-"""Whether an encoder and decoder learn what they are for on real text: recipe t5-tiny.
+"""Checks that an encoder-decoder learns from real text: recipe t5-tiny.
 
     python -m benchmarks.t5_tiny FOLDER [SEED ...]
 
-For each seed the recipe is trained on the demo's corpus, on two ranks of this machine. Of the tokens that are missing
-in held-out texts, how many the decoder finds, each after those before it, against guessing from counts: the most
-frequent token, and the one that follows the token before it in the text most often.
+For each seed, the recipe is trained on the demo's corpus, with two ranks on this machine. The accuracy on the missing
+tokens of held-out texts, each predicted from the correct tokens before it, is compared with predictions from counts:
+the most frequent token, and the token that most often follows the one before it in the text.
 
-A line a seed, and results.json in FOLDER. Exit code 1 if a seed is no better than the most frequent token: to beat it
-is what the recipe is for, in so few steps. What is in FOLDER already is not trained again.
+Prints a line per seed and writes results.json to FOLDER. Exit code 1 if any seed is no better than the most frequent
+token: beating it is the goal in so few steps. Runs that are already in FOLDER are not repeated.
 """
 
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ _HELD_OUT, _SAMPLES = 0.1, 512
 
 @dataclass(frozen=True)
 class Result:
-    """Of one seed: the accuracy is a share, the loss nats per token, ``minutes`` those of training on this machine."""
+    """Results for one seed: accuracy as a fraction, loss in nats per token, and the minutes of training."""
 
     seed: int
     span_accuracy: float
@@ -39,20 +39,20 @@ class Result:
     minutes: float
 
     def holds(self, guessing: MaskedBaselines) -> bool:
-        """Whether the recipe does what it is for."""
+        """Whether the recipe meets its goal."""
         return self.span_accuracy > guessing.unigram_accuracy
 
 
 @dataclass(frozen=True)
 class _Filled:
-    """A text with what was missing in it, as ``masked_baselines`` wants it."""
+    """A text with its missing tokens filled in, in the format of ``masked_baselines``."""
 
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
 
 
 def main(folder: Path, seeds: list[int]) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     prefix = folder / "data" / "text"
     text = prepare_sources(prefix, held_out=_HELD_OUT, split_sentences=True, special_tokens=["t5"])
     results: list[Result] = []
@@ -84,7 +84,7 @@ def _guessing(run: Path, prefix: Path) -> MaskedBaselines:
 
 def _filled(sample: T5Sample, special: T5Tokens) -> _Filled:
     text, is_missing = fill_spans(sample, special)
-    return _Filled(np.roll(text, 1), np.roll(is_missing, 1))  # before the text is the end of another
+    return _Filled(np.roll(text, 1), np.roll(is_missing, 1))  # the token before the text is the end of another
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One measured process; what it does is its first argument.
+"""One measured process; the first argument selects its role.
 
 python -m benchmarks.worker calibrate
 python -m benchmarks.worker prepare CASE SIZE FOLDER
@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 
 def _calibrate() -> None:
-    calibration = functools.cache(Calibration)  # built at the first command, when nobody else is measured
+    calibration = functools.cache(Calibration)  # built at the first command, when nothing else is being measured
     serve({"measure": lambda: {"rates": calibration().measure()}})
 
 

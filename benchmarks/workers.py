@@ -1,4 +1,4 @@
-"""Long-lived child processes that answer one command at a time, so that only one of them works at any moment.
+"""Long-lived child processes that answer one command at a time, so that only one of them runs at any moment.
 
 Commands and answers are lines of JSON over a pair of pipes. Whatever a library prints goes to the worker's log.
 """
@@ -24,7 +24,7 @@ COMMAND = [sys.executable, "-m", "benchmarks.worker"]
 
 
 class WorkerError(Exception):
-    """Why a worker has no answer, in one line."""
+    """Why a worker gave no answer, in one line."""
 
 
 class Worker:
@@ -43,9 +43,9 @@ class Worker:
             )
 
     def ask(self, command: str, timeout: float) -> Answer:
-        """The answer to ``command``. Raises WorkerError if it is an error, or late by ``timeout`` seconds."""
+        """The answer to ``command``. Raises WorkerError if it is an error, or takes longer than ``timeout`` seconds."""
         assert self._process.stdin is not None, "opened as a pipe"
-        with contextlib.suppress(BrokenPipeError):  # then reading finds the end, and says why
+        with contextlib.suppress(BrokenPipeError):  # the read below then finds the end and reports why
             self._process.stdin.write(command.encode() + b"\n")
             self._process.stdin.flush()
         answer: Answer = json.loads(self._line(command, timeout))
@@ -54,7 +54,7 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Ends the process, at work or not."""
+        """Kills the process, whether or not it is busy."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -77,17 +77,17 @@ class Worker:
 
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "no output"
 
 
 def serve(commands: Mapping[str, Callable[[], Answer]]) -> None:
     """Answers commands until the pipe ends; each answer carries the peak memory of this process, in bytes."""
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # from here on, what anybody prints is log
+        os.dup2(2, 1)  # from here on, everything printed goes to the log
         for line in sys.stdin:
             try:
                 answer = commands[line.strip()]()
-                # of the resident set; Linux counts it in KiB
+                # of the resident set; KiB on Linux
                 answer["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             except Exception as error:
                 traceback.print_exc()

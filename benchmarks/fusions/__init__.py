@@ -1,1 +1,1 @@
-"""Every fused operation beside torch eager, torch.compile, Liger and Megatron-Core, on a CPU or a GPU."""
+"""Every fused operation compared with torch eager, torch.compile, Liger and Megatron-Core, on a CPU or a GPU."""

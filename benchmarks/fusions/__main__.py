@@ -1,4 +1,4 @@
-"""``python -m benchmarks.fusions``: every fused operation beside its peers; prints the table, and keeps it."""
+"""``python -m benchmarks.fusions``: compares fused operations with their peers; prints and writes a table."""
 
 import argparse
 import json
@@ -28,24 +28,26 @@ __all__ = ["main"]
 log = logging.getLogger(__name__)
 
 RESULTS = Path(__file__).parent.parent / "results"
-# bytes of the largest tensor: beyond a CPU's caches; and on a GPU launch-bound, between, and memory-bound
+# bytes of the largest tensor: larger than a CPU's caches; on a GPU launch-bound, in between, and memory-bound
 SIZES = {"cpu": [16 << 20], "cuda": [4 << 20, 64 << 20, 1 << 30]}
 _SURROUNDED = "MEGALITH_BENCHMARK_SURROUNDED"  # set in the process that measures
 DTYPES = {"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16]}
 
 
 def main() -> None:
-    """Measures the operations that the command line names."""
+    """Measures the operations named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fusions", description="Fused operations and peers.")
-    parser.add_argument("--only", nargs="*", metavar="OPERATION", help="some instead of all, or none")
+    parser.add_argument("--only", nargs="*", metavar="OPERATION", help="measure only these; may be empty")
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of a run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per run (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=1, help="passes over all operations (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="small tensors and one round: does everything still run?")
-    parser.add_argument("--step", action="store_true", help="also a whole training step, fusions on and off")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the step")
-    parser.add_argument("--calls", action="store_true", help="also what a call costs on tiny tensors")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="smoke test: small tensors and one round")
+    parser.add_argument("--step", action="store_true", help="also a whole training step, with and without fusions")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the step (default: %(default)s)"
+    )
+    parser.add_argument("--calls", action="store_true", help="also the overhead of calls on tiny tensors")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     options = parser.parse_args()
     if options.device == "cpu" and _SURROUNDED not in os.environ:  # a GPU's host must not be pinned to one core
         sys.exit(_again_in_surroundings())
@@ -68,7 +70,7 @@ def main() -> None:
         runs.append(_run(names, options.device, sizes, rounds))
         tables = [as_markdown(runs, machine, f"{now:%Y-%m-%d %H:%M}")]
         numbers = as_json(runs, machine, now.isoformat())
-        _keep(file, tables[0], numbers)  # what was measured outlives an interrupted run
+        _keep(file, tables[0], numbers)  # so that an interrupted run keeps its measurements
     if options.step:
         shape = replace(SHAPES["quick" if options.quick else options.device], dtype=getattr(torch, options.dtype))
 
@@ -84,17 +86,17 @@ def main() -> None:
 
 
 def _keep(file: Path | None, table: str, numbers: dict[str, Any]) -> None:
-    """Beside each other, as Markdown and JSON; a quick run, which says nothing about speed, has no file."""
+    """Writes Markdown and JSON next to each other; does nothing for a quick run, which has no file."""
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".md").write_text(table)
     file.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
-    log.info("kept in %s.md and .json", file)
+    log.info("results are in %s.md and .json", file)
 
 
 def _again_in_surroundings() -> int:
-    """This command in a process of its own, with the environment that every contender of every benchmark gets."""
+    """Runs this command in a child process, with the environment that all benchmarks give to their contenders."""
     with tempfile.TemporaryDirectory() as scratch:
         environment = surroundings(Path(scratch)) | {_SURROUNDED: "1"}
         command = [sys.executable, "-m", "benchmarks.fusions", *sys.argv[1:]]

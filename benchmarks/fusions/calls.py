@@ -1,9 +1,9 @@
-"""What a call costs beside its work, on tensors so small that Python and torch's dispatch are all of it.
+"""Overhead of a call, on tensors so small that it consists of Python and torch's dispatch.
 
-Launching nothing: an operator whose implementation only allocates, as this house registers it, as torch dispatches it,
-and as a plain ``torch.autograd.Function`` that allocates the same. Launching the same: a public function beside a plain
-Function around the same implementations, or by default beside the formula alone. Computing: an operation beside torch's
-own spelling, in training and as decoding calls it, one token at a time without gradients.
+Launching nothing: an operator whose implementation only allocates, called as Megalith registers it, through torch's
+dispatcher, and as a plain ``torch.autograd.Function`` that allocates the same. By path: a public function compared with
+a plain Function around the same implementations, or on the default path with the formula alone. Training and decoding:
+an operation compared with its torch equivalent, with gradients, and for one token without gradients.
 """
 
 import statistics
@@ -28,7 +28,7 @@ from megalith.fusions.rope import formulas as rope
 
 __all__ = ["as_markdown", "measure_calls"]
 
-_REPEATS = 20  # calls of a sample, so that the clock is small beside them
+_REPEATS = 20  # calls per sample, so that the cost of reading the clock is negligible
 _H, _A, _D = 512, 8, 64
 _PLAIN, _FORMULA, _TORCH = "plain Function", "formula", "torch"
 _EPS = 1e-5
@@ -36,7 +36,7 @@ _EPS = 1e-5
 
 @dataclass(frozen=True)
 class _Operation:
-    """A declared operator and its operands; and an operation and torch's own spelling, both of the same ``tensors``."""
+    """An operator and its operands; a public function and its torch equivalent, both called with ``tensors``."""
 
     operator: Operator[Any, Any]
     operands: tuple[Any, ...]
@@ -45,12 +45,12 @@ class _Operation:
     torchs: Callable[..., Any]
 
 
-Seconds = Mapping[str, Sequence[float]]  # of each contender, by round
+Seconds = Mapping[str, Sequence[float]]  # of each contender, one value per round
 
 
 def measure_calls(device: str, rounds: int) -> dict[str, Seconds]:
-    """Seconds of a call, by what was called."""
-    clock, found = Clock("cpu"), {}  # the host's: of tensors so small, no launch waits for the device
+    """Seconds per call, by call and contender."""
+    clock, found = Clock("cpu"), {}  # the host's: for tensors this small, no launch waits for the device
     for name, operation in _operations(device).items():
         found[f"{name}, launching nothing"] = _interleaved(clock, rounds, _launching_nothing(name, operation))
         computing = {"Megalith": operation.ours, _TORCH: operation.torchs}
@@ -67,7 +67,7 @@ def measure_calls(device: str, rounds: int) -> dict[str, Seconds]:
 
 
 def as_markdown(calls: Mapping[str, Seconds]) -> str:
-    """A row for each call: microseconds of the base, and the others as so many times that."""
+    """A row for each call: microseconds of the base, and the times of the others relative to it."""
     lines = [
         "### Calls on tiny tensors",
         "",
@@ -115,7 +115,7 @@ def _roots(results: Any) -> list[Tensor]:
 
 
 def _launching_nothing(name: str, operation: _Operation) -> dict[str, Callable[[], object]]:
-    """Forward and backward of the operator registered over its allocators, and of a plain Function over the same."""
+    """Forward and backward of the operator with only its allocators registered, and of a plain Function likewise."""
     operator = operation.operator
     name = f"nothing_of_{name.replace(' ', '_')}"
     contenders = {
@@ -127,7 +127,7 @@ def _launching_nothing(name: str, operation: _Operation) -> dict[str, Callable[[
 
 
 def _plain(operator: Operator[Any, Any]) -> Callable[..., Any]:
-    """A Function as its author writes it: it saves the tensors that it is given, and allocates a gradient for each."""
+    """A hand-written Function: it saves its input tensors and allocates a gradient for each."""
 
     class Plain(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""Seconds and bytes of one call, on a CPU and on a GPU."""
+"""Time and memory of one call, on a CPU and on a GPU."""
 
 import time
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from torch.profiler import ProfilerActivity, profile
 
 __all__ = ["Clock", "Memory", "copy_bandwidth", "memory_of", "product_rate"]
 
-_LARGE = {"cuda": 8192, "cpu": 256}  # side of the product whose rate is the yardstick
-_L2 = 256 << 20  # bytes that push everything else out of a GPU's second-level cache
-_PROBE = 1 << 20  # cycles of the sleep that tells how long a cycle is
-_AHEAD = 2.0  # the device sleeps so many times as long as the host needed to launch the call before
+_LARGE = {"cuda": 8192, "cpu": 256}  # size of the square matmul that defines the matmul rate
+_L2 = 256 << 20  # bytes that evict everything else from a GPU's L2 cache
+_PROBE = 1 << 20  # cycles of the sleep that measures the length of a cycle
+_AHEAD = 2.0  # the device sleeps this many times as long as the host took to launch the previous call
 _LEAST_SLEEP = 5e-5  # seconds
-_LONG = 0.5  # seconds
+_LONG = 0.5  # seconds; a longer launch is measured again
 
 
 class Memory(NamedTuple):
-    """Bytes that a call allocates in all, and at most at one time beyond what was there before."""
+    """Bytes a call allocates in total, and its peak beyond what was allocated before."""
 
     allocated: int
     peak: int
@@ -27,9 +27,9 @@ class Memory(NamedTuple):
 class Clock:
     """Times calls on ``device``.
 
-    On a GPU by its own events, with a cold second-level cache. The device sleeps before the first event until the host
-    has launched the call and the last event: else the time between them would be that of Python wherever the work is
-    shorter than its launch. A call that waits for the device is timed with its wait.
+    On a GPU with CUDA events and a cold L2 cache. The device sleeps before the first event until the host has launched
+    the call and the last event: otherwise the time between them would be that of Python whenever the work is shorter
+    than its launch. If a call waits for the device, the wait is included.
     """
 
     def __init__(self, device: str) -> None:
@@ -39,7 +39,7 @@ class Clock:
             self._cycles_per_second = self._measure_cycles()
 
     def seconds(self, call: Callable[[], Any], repeats: int = 1) -> float:
-        """Of one of ``repeats`` calls: their sum on a CPU, the median on a GPU."""
+        """Seconds per call over ``repeats`` calls: the mean on a CPU, the median on a GPU."""
         if not self._gpu:
             start = time.perf_counter()
             for _ in range(repeats):
@@ -50,7 +50,7 @@ class Clock:
             host = self._launch_seconds(call)
         events = []
         for _ in range(repeats):
-            self._flush.amax()  # read, not written: what is written must leave the cache while the call is timed
+            self._flush.amax()  # read, not written: written data would be evicted during the timed call
             torch.cuda._sleep(int(max(_AHEAD * host, _LEAST_SLEEP) * self._cycles_per_second))
             start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start_event.record()
@@ -62,7 +62,7 @@ class Clock:
         return float(times[len(times) // 2]) / 1e3
 
     def _launch_seconds(self, call: Callable[[], Any]) -> float:
-        """What the host needs to launch ``call``."""
+        """Seconds the host needs to launch ``call``."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
@@ -71,8 +71,8 @@ class Clock:
         return seconds
 
     def _measure_cycles(self) -> float:
-        """Cycles of ``torch.cuda._sleep`` in a second."""
-        torch.cuda._sleep(_PROBE)  # the first one loads its kernel
+        """Cycles of ``torch.cuda._sleep`` per second."""
+        torch.cuda._sleep(_PROBE)  # the first call loads the kernel
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start_event.record()
         torch.cuda._sleep(_PROBE)
@@ -82,7 +82,7 @@ class Clock:
 
 
 def copy_bandwidth(clock: Clock, device: str, num_bytes: int) -> float:
-    """Bytes read and written a second by a copy of ``num_bytes``."""
+    """Bytes read and written per second by a copy of ``num_bytes``."""
     source = torch.randn(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -90,7 +90,7 @@ def copy_bandwidth(clock: Clock, device: str, num_bytes: int) -> float:
 
 
 def product_rate(clock: Clock, device: str) -> float:
-    """FLOP/s of a large product in bfloat16, of random numbers: zeros take less power, and so run faster."""
+    """FLOP/s of a large bfloat16 matmul of random numbers: zeros draw less power and therefore run faster."""
     size = _LARGE[device]
     left, right = torch.randn(2, size, size, device=device).to(torch.bfloat16)
     out = torch.empty_like(left)
@@ -98,7 +98,7 @@ def product_rate(clock: Clock, device: str) -> float:
 
 
 def memory_of(call: Callable[[], Any], device: str) -> Memory:
-    """What ``call`` allocates; on a GPU the peak alone is known, and stands for both."""
+    """The memory that ``call`` allocates; on a GPU only the peak is known, and both fields have it."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""One operation at one size: every contender judged, then timed in interleaved rounds."""
+"""One operation at one size: every contender is checked, then timed in interleaved rounds."""
 
 import logging
 import statistics
@@ -19,16 +19,16 @@ __all__ = ["SAMPLE", "Contest", "Figures", "contest", "failed"]
 
 log = logging.getLogger(__name__)
 
-# of results and gradients, relative to torch eager in float32: what rounding at every operation may do
+# for results and gradients, relative to torch eager in float32: allows for rounding after every operation
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
-SAMPLE = 0.02  # seconds, beside which the clock and the launch are small
-_FAR_BEHIND, _FEW_ROUNDS = 4.0, 3  # a contender so many times as slow as torch eager runs in so many rounds only
+SAMPLE = 0.02  # seconds; reading the clock and launching are small in comparison
+_FAR_BEHIND, _FEW_ROUNDS = 4.0, 3  # a contender 4 times as slow as torch eager runs in 3 rounds only
 
 
 @dataclass
 class Figures:
-    """Of one contender: seconds by round, forward and forward with backward, and memory of the latter."""
+    """Figures of one contender: seconds by round, of the forward and with the backward, and memory of the latter."""
 
     forward: dict[int, float] = field(default_factory=dict)
     both: dict[int, float] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Contest:
-    """What came of an operation at one size; ``floor`` is its bytes, forward and backward, None where not stated."""
+    """The results of an operation at one size; ``floor``: least bytes of forward and backward, None if not stated."""
 
     operation: str
     dtype: str
@@ -54,7 +54,7 @@ class Contest:
         return Spread.of([base[index] / seconds for index, seconds in mine.items()]) if mine else None
 
     def share(self, name: str, bandwidth: float) -> tuple[float, float] | None:
-        """Parts of the bandwidth of a copy that forward and backward reach, counting the bytes of the floor."""
+        """Fractions of the copy bandwidth that forward and backward reach, counting only the bytes of ``floor``."""
         figures = self.figures[name]
         if self.floor is None or figures.failure or not figures.forward:
             return None
@@ -72,9 +72,9 @@ def contest(
     only: Collection[str] | None = None,
     sample: float = SAMPLE,
 ) -> Contest:
-    """Judges and times all contenders of ``operation``, or ``only`` those named, in samples of ``sample`` seconds.
+    """Checks and times all contenders of ``operation``, or ``only`` those named, in samples of ``sample`` seconds.
 
-    One that fails or is wrong has its reason instead of numbers. Raises what torch eager raises on float32.
+    One that fails or is wrong has the reason instead of numbers. Raises what torch eager raises in float32.
     """
     inputs = operation.make(num_bytes, dtype, device)
     clock = Clock(device)
@@ -90,13 +90,13 @@ def contest(
         with _failing_alone(operation, name, figures):
             got = both()
             wrong = _wrong(got, want, _TOLERANCE[dtype]) if operation.judged else None
-            if wrong and name == BASE:  # it stays, as what all are compared with
+            if wrong and name == BASE:  # it stays, because all others are compared with it
                 log.warning("%s, %s: %s", operation.name, name, wrong)
             else:
                 figures.failure = wrong
             forward()
             figures.memory = memory_of(both, device)
-            for call in (forward, both):  # what the profiler made it compile anew is not timed
+            for call in (forward, both):  # the profiler may have caused recompilation, which is not timed
                 call()
     seconds: dict[str, float] = {}
     for name, (_, both) in calls.items():
@@ -116,14 +116,14 @@ def contest(
 
 
 def failed(operation: Operation, num_bytes: int, dtype: torch.dtype, reason: str) -> Contest:
-    """The contest of which nothing is known but why there is none."""
+    """A contest without figures, with the reason it failed."""
     figures = {name: Figures(failure=reason) for name in ("Megalith", BASE)}
     return Contest(operation.name, str(dtype).removeprefix("torch."), num_bytes, None, figures)
 
 
 @contextmanager
 def _failing_alone(operation: Operation, name: str, figures: Figures) -> Iterator[None]:
-    """A contender that fails here has the reason instead of numbers: a peer may fail in any way, and at any time."""
+    """Turns an exception into the reason a contender has no numbers: a peer may fail in any way, at any time."""
     try:
         yield
     except Exception as error:
@@ -137,9 +137,9 @@ def _failing_alone(operation: Operation, name: str, figures: Figures) -> Iterato
 def _calls(
     compute: Callable[..., Any], inputs: Inputs, dtype: torch.dtype
 ) -> tuple[Callable[[], Any], Callable[[], list[Tensor]]]:
-    """Forward alone, in training; and forward and backward, giving results and gradients.
+    """Forward only, with gradients enabled; and forward with backward, which returns results and gradients.
 
-    The upstream gradients are the same for all: random, rounded to ``dtype``.
+    The upstream gradients are the same for all contenders: random, rounded to ``dtype``.
     """
     leaves = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
     upstream: dict[int, Tensor] = {}
@@ -162,7 +162,7 @@ def _calls(
 
 
 def _exact(operation: Operation, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
-    """Results and gradients of the plain spelling in float32, on the same rounded inputs."""
+    """Results and gradients of torch eager in float32, for the same rounded inputs."""
     wide = {
         name: x.detach().float().requires_grad_(x.requires_grad)
         if isinstance(x, Tensor) and x.is_floating_point()
@@ -181,5 +181,5 @@ def _wrong(got: list[Tensor], want: list[Tensor], tolerance: float) -> str | Non
 
 
 def _repeats(seconds: float, sample: float) -> int:
-    """So many calls that they take ``sample`` seconds; 20 at most."""
+    """The number of calls that take ``sample`` seconds; at most 20."""
     return max(1, min(20, int(sample / max(seconds, 1e-6))))

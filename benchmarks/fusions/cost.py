@@ -1,8 +1,8 @@
-"""What an operation must move and keep, in bytes: the floor under its time, and what its tests hold it to.
+"""The bytes an operation must move and save: a lower bound on its time, and a limit enforced by its tests.
 
-Forward and backward count every tensor once: read or written by all programs together. Vectors that all rows share
-(bias, gain) are counted once too; a GPU keeps them in its second-level cache. Saved is what stays allocated from
-forward to backward. ``visits`` is how often one address of a row may be touched: 1, unless a row is read again.
+Forward and backward count every tensor once, however many programs read or write it. Vectors shared by all rows (bias,
+gain) are counted once too; a GPU keeps them in its L2 cache. ``saved`` stays allocated from forward to backward.
+``visits``: how often one address of a row may be accessed; 1, unless a row is read again.
 """
 
 import math
@@ -45,7 +45,7 @@ __all__ = [
 
 
 class Cost(NamedTuple):
-    """Bytes of one call. Divided by the bandwidth of a copy, the first two are the least time that it can take."""
+    """Bytes of one call. Divided by the copy bandwidth, the first two are lower bounds on its time."""
 
     forward: int
     backward: int
@@ -66,7 +66,7 @@ def add_norm(
 ) -> Cost:
     """Reads x and residual and writes y and h; backward reads dy, dh and h, and writes dx, and dresidual if it differs.
 
-    Both read the key and the token ids, where there is dropout. Of the sum, h and the statistics are kept.
+    With dropout, both also read the key and the token ids. h and the statistics are saved.
     """
     statistics, mask = 4 * num_statistics * x.shape[0], 0 if tokens is None else 8 + tokens.nbytes
     kept = residual.nbytes + _bytes((weight,)) + statistics + mask
@@ -83,9 +83,9 @@ def add_norm(
 
 
 def adamw(weight: Tensor, grad: Tensor, copy: Tensor | None, num_tensors: int) -> Cost:
-    """Reads gradients, reads and writes weights and moments, writes the copies of weights: 30 bytes a parameter.
+    """Reads gradients, reads and writes weights and moments, writes the weight copies: 30 bytes per parameter.
 
-    Every program looks its tensor up in a table of seven numbers for each.
+    Every program looks up its tensor in a table of seven numbers per tensor.
     """
     chunks = num_tensors * -(-weight.numel() // num_tensors // 8192)
     moved = grad.nbytes + 6 * weight.nbytes + (0 if copy is None else copy.nbytes)
@@ -93,9 +93,9 @@ def adamw(weight: Tensor, grad: Tensor, copy: Tensor | None, num_tensors: int) -
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, documents: bool = False) -> Cost:
-    """Reads q, k and v and writes out and lse; backward reads them all with dout and dlse, and writes dq, dk and dv.
+    """Reads q, k and v and writes out and lse; backward reads all of these, dout and dlse, and writes dq, dk and dv.
 
-    Each block of queries of each head reads the keys again, and each block of keys the queries; blocks have 64 tokens.
+    Each block of queries of each head reads the keys again, and each block of keys the queries. A block is 64 tokens.
     """
     (Sq, B, A, _D), (Sk, _, G, Dv) = q.shape, v.shape
     given, out, lse = _bytes((q, k, v, sink)), Sq * B * A * Dv * q.element_size(), 4 * B * A * Sq
@@ -111,7 +111,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, docum
 
 
 def aux_loss_scores(logits: Tensor) -> Cost:
-    """Reads logits and writes scores in float32 and a map of one byte; backward reads dscores and logits."""
+    """Reads logits and writes float32 scores and a one-byte map; backward reads dscores and logits."""
     E = logits.numel()
     return Cost(forward=logits.nbytes + 5 * E, backward=4 * E + 2 * logits.nbytes, saved=logits.nbytes)
 
@@ -121,7 +121,7 @@ def bias_dropout_add(
 ) -> Cost:
     """Reads x, residual and bias and writes y; backward reads dy and writes dx, or reads dy for dbias, or does nothing.
 
-    Both read the key and the token ids, where there is dropout, and keep no more than them.
+    With dropout, both also read the key and the token ids, the only tensors saved.
     """
     mask = 0 if p == 0.0 else 8 + _bytes((tokens,))
     dx = 0 if p == 0.0 and x.dtype == residual.dtype else x.nbytes
@@ -150,9 +150,9 @@ def glu(x: Tensor, up: Tensor | None = None, bias: Tensor | None = None, weights
 
 
 def glu_float8(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None) -> Cost:
-    """As ``glu``, and writes x in 8 bits and a scale per row, which backward reads instead of x.
+    """As ``glu``, but also writes x in 8 bits and a scale per row, which backward reads instead of x.
 
-    Forward reads a row twice, for its largest number and to store it; the second time the cache still holds it.
+    Forward reads a row twice, for its maximum and to store it; the second read hits the cache.
     """
     stored = x.numel() + 4 * x.shape[0]
     small = _bytes((bias, weights))
@@ -162,7 +162,7 @@ def glu_float8(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = N
 
 
 def indices_to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> Cost:
-    """Reads indices and weights and writes two rows over the experts; backward reads and writes one entry a slot."""
+    """Reads indices and weights and writes two rows over the experts; backward reads and writes one entry per slot."""
     dense = indices.shape[0] * num_experts
     read = _bytes((indices, probs_indices))
     local = int(((indices >= 0) & (indices < num_experts)).sum()) * probs_indices.element_size()
@@ -170,7 +170,7 @@ def indices_to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int
 
 
 def mla_rope_kv(kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> Cost:
-    """Reads kv, the shared part of the keys, and tables; writes k and v. Backward reads and writes their gradients."""
+    """Reads kv, the shared part of the keys and the tables; writes k and v. Backward moves their gradients."""
     heads, shared = kv.shape[:-1].numel(), _bytes((cos, sin, positions))
     written = kv.nbytes + heads * k_pos_emb.shape[-1] * kv.element_size()
     moved = kv.nbytes + k_pos_emb.nbytes + written + shared
@@ -178,7 +178,7 @@ def mla_rope_kv(kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, positio
 
 
 def multihot_to_indices(multihot: Tensor, probs: Tensor, topk: int) -> Cost:
-    """Reads the map, and the weights at most that the slots take; backward writes a row over the experts."""
+    """Reads the map, and at most one weight per slot; backward writes a row over the experts."""
     indices, weights = 8 * multihot.shape[0] * topk, probs.element_size() * multihot.shape[0] * topk
     return Cost(
         forward=multihot.nbytes + indices + 2 * weights, backward=indices + weights + probs.nbytes, saved=indices
@@ -196,7 +196,7 @@ def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *,
 
 
 def pad_routing_map(routing_map: Tensor) -> Cost:
-    """Reads the map to count, again to flip, and writes it; a map of a few tokens is in the cache the second time."""
+    """Reads the map to count, again to pad, and writes it; the second read of a small map hits the cache."""
     return Cost(forward=2 * routing_map.nbytes, backward=0, saved=0, forward_visits=2)
 
 
@@ -209,9 +209,9 @@ def masked_softmax(
     window: tuple[int, int] = (-1, -1),
     scale: float = 1.0,
 ) -> Cost:
-    """Reads the scores inside of the window and writes p; backward reads p and dp there, and writes dx.
+    """Reads the scores inside the window and writes p; backward reads p and dp there, and writes dx.
 
-    A GPU reads sectors of 32 bytes, so windows are counted in steps of 16 keys.
+    A GPU reads 32-byte sectors, so windows are counted in steps of 16 keys.
     """
     *batches, Sq, Sk = scores.shape
     left, right = window
@@ -231,7 +231,7 @@ def masked_softmax(
 
 
 def partial_sums(num_rows: int, width: int) -> int:
-    """Bytes of the partial sums, in float32, of a gradient of ``width`` columns over ``num_rows`` rows."""
+    """Bytes of the float32 partial sums of a gradient of ``width`` columns over ``num_rows`` rows."""
     return 4 * width * -(-num_rows // rows_per_sum(num_rows, 1))
 
 
@@ -245,7 +245,7 @@ def rope(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
 ) -> Cost:
-    """Reads q, k and tables and writes q and k; a norm also writes a float32 for each head, and backward reads x."""
+    """Reads q, k and tables and writes q and k; with a norm, also writes a float32 per head, and backward reads x."""
     shared = _bytes((cos, sin, positions, q_norm_weight, k_norm_weight))
     normed = [x for x, w in ((q, q_norm_weight), (k, k_norm_weight)) if x is not None and w is not None]
     rstd = 4 * sum(x.shape[:-1].numel() for x in normed)
@@ -260,9 +260,9 @@ def rope(
 def permute(
     tokens: Tensor, routing_map: Tensor, probs: Tensor, num_experts: int, num_rows: Callable[[int], int]
 ) -> Cost:
-    """Reads each token once and writes its rows, and zeros to the rows of nobody; backward the other way round.
+    """Reads each token once, writes its rows, and zeros unused rows; backward does the reverse.
 
-    The map of slots is read both ways and kept; the one of rows is read forward, for its gaps.
+    The map of slots is read in both directions and saved; the map of rows is read in the forward, for its gaps.
     """
     row, slots, R = tokens.nbytes // max(1, len(tokens)), 4 * routing_map.numel(), num_rows(len(tokens))
     routed = int(((routing_map >= 0) & (routing_map < num_experts)).sum())
@@ -275,9 +275,9 @@ def permute(
 
 
 def quantize(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Cost:
-    """Reads x, writes values and scales, and those of the transpose; some kinds read x once more before, for an amax.
+    """Reads x, writes values and scales, also of the transpose; some kinds first read x once more, for an amax.
 
-    Tiles of 64 rows and columns read the amax of all; those of rows and columns are written by each, and read by each.
+    64 x 64 tiles read the amax of the whole tensor; row and column amaxes are written and read by each tile.
     """
     layout, (R, H) = LAYOUTS[kind], x.shape
     rows, columns = -(-R // 64), -(-H // 64)
@@ -290,7 +290,7 @@ def quantize(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Cost:
 
 
 def row_map(routing_map: Tensor, num_rows: int, num_experts: int) -> Cost:
-    """Reads the routing to count, to sum up and, indices, to look up; writes four bytes a slot, a row and an expert."""
+    """Reads the routing to count, to sum and, for indices, to look up; writes 4 bytes per slot, row and expert."""
     tiles = -(-len(routing_map) // 128)
     counts = 2 * 4 * tiles * num_experts
     visits = 2 if routing_map.dtype == torch.bool else 3
@@ -299,9 +299,9 @@ def row_map(routing_map: Tensor, num_rows: int, num_experts: int) -> Cost:
 
 
 def topk_router(logits: Tensor, expert_bias: Tensor | None = None, *, topk: int, whole: bool = False) -> Cost:
-    """Reads logits and writes K weights and indices, and adds to the counts; backward reads the logits of the chosen.
+    """Reads logits, writes K weights and indices, adds to the counts; backward reads the chosen experts' logits.
 
-    With ``whole``, for softmax over all experts, backward reads all of them.
+    With ``whole``, for softmax over all experts, backward reads all logits.
     """
     T, e = len(logits), logits.element_size()
     chosen = T * topk * (8 + e)
@@ -313,7 +313,7 @@ def topk_router(logits: Tensor, expert_bias: Tensor | None = None, *, topk: int,
 
 
 def unpermute(permuted: Tensor, routing_map: Tensor, probs: Tensor, num_experts: int) -> Cost:
-    """Reads the rows of each token and writes it; backward reads the rows again, for dprobs, and writes all of them."""
+    """Reads each token's rows and writes the token; backward reads the rows again, for dprobs, and writes them all."""
     row, slots, R = permuted.nbytes // len(permuted), 4 * routing_map.numel(), len(permuted)
     read = int(((routing_map >= 0) & (routing_map < num_experts)).sum()) * row
     y = len(routing_map) * row
@@ -325,9 +325,9 @@ def unpermute(permuted: Tensor, routing_map: Tensor, probs: Tensor, num_experts:
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, *, num_statistics: int = 3) -> Cost:
-    """Reads logits, then few numbers a row, and the target's logit once more; backward reads logits, writes gradients.
+    """Reads logits, then a few numbers per row and the target's logit again; backward reads logits, writes gradients.
 
-    A row: its target in 8 bytes; statistics written, read, and written again for backward; loss or its gradient in 4.
+    Per row: the target (8 bytes); statistics written, read, and written again for backward; loss or dloss (4 bytes).
     """
     x, T = vocab_parallel_logits.nbytes, target.numel()
     return Cost(
@@ -345,7 +345,7 @@ def weighted_squared_relu(input: Tensor, weights: Tensor) -> Cost:
 
 
 def _partial_sums_of_norm(x: Tensor, parameters: Iterable[Tensor | None]) -> int:
-    """Bytes of the partial sums of the gradients of ``parameters`` [H], for rows ``x`` [T, H] in one tile each."""
+    """Bytes of the partial sums of the gradients of ``parameters`` [H], for ``x`` [T, H] with one tile per row."""
     T, H = x.shape
     parts = -(-T // rows_per_program(T, max(1, 2048 // H), 1))
     return 4 * H * parts * sum(parameter is not None for parameter in parameters)

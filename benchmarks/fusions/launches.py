@@ -1,9 +1,9 @@
-"""What a public function costs beside what it launches, on tensors so small that this is most of a call.
+"""Overhead of public functions, on tensors so small that it is most of a call.
 
-A function checks its operands, chooses a path, views tensors as rows and records its gradient. Its base is a plain
-``torch.autograd.Function`` around the implementations of the same path, as the author of one writes it: views inside,
-and nothing that is not needed for these operands. By default such small tensors take the reference, in plain torch;
-there the base is the formula alone.
+A function checks its operands, chooses a path, views tensors as rows and records its gradient. Its base is a
+hand-written ``torch.autograd.Function`` around the implementations of the same path: views inside, and nothing that
+these operands do not need. The default path for such small tensors is the reference, in plain torch; its base is the
+formula alone.
 """
 
 from collections.abc import Callable
@@ -31,16 +31,16 @@ _EPS, _SCALE = 1e-5, 0.5
 
 
 class Launches(NamedTuple):
-    """A public function of ``tensors`` and a ``backend``, and its two bases, functions of the ``tensors``."""
+    """A public function, called with ``tensors`` and ``backend``, and its two bases, called with ``tensors``."""
 
     tensors: tuple[Tensor, ...]
     ours: Callable[..., Any]
     plain: Callable[..., Any]  # on the blocked path
-    formula: Callable[..., Any]  # by default, on a CPU
+    formula: Callable[..., Any]  # on the default path, on a CPU
 
 
 def launches(device: str) -> dict[str, Launches]:
-    """By name; tensors are of ``device``."""
+    """All functions, by name, with tensors on ``device``."""
     torch.manual_seed(0)
     families = (_norm, _bias_swiglu, _masked_softmax, _cross_entropy, _rope, _permute)
     return {family.__name__[1:].replace("_", " "): family(partial(_leaf, device)) for family in families}

@@ -1,4 +1,4 @@
-"""What a fused operation is to the benchmark: how to call it, and how its peers spell the same."""
+"""A fused operation in the benchmark: how to call it and its peers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,26 +14,26 @@ __all__ = ["BASE", "WITHOUT_COMPILER", "Inputs", "Operation", "outputs_of"]
 
 Inputs = dict[str, Any]
 Call = Callable[..., Any]
-BASE = "torch eager"  # the contender that ratios are against
+BASE = "torch eager"  # the contender that speed-ups are relative to
 WITHOUT_COMPILER = "Megalith, no compiler"
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation at one set of options.
+    """One operation with one set of options.
 
     Args:
-        name: of the row.
+        name: name of the row.
         fusion: the operation's name in ``megalith.fusions.explain()``.
-        inputs: (bytes of the largest tensor, dtype, device) -> arguments by name; floating tensors get gradients unless
-            ``constant`` names them.
+        inputs: (bytes of the largest tensor, dtype, device) -> arguments by name; floating-point tensors get gradients
+            unless ``constant`` names them.
         ours: (**inputs, backend=...) -> results.
-        eager: (**inputs) -> the same, as a user of torch writes it.
-        peers: name -> a function that imports the peer and returns its (**inputs) -> results, if it is installed.
+        eager: (**inputs) -> the same, in plain torch as a user would write it.
+        peers: name -> a function that imports the peer, if it is installed, and returns its (**inputs) -> results.
         cost: (**inputs) -> bytes that must move.
         constant: inputs without a gradient.
-        judged: its results are compared; not those that are drawn, or rounded on the way.
-        typed: its inputs follow the dtype that is asked for; else one dtype says all.
+        judged: whether its results are compared; not if they are random, or rounded in between.
+        typed: whether its inputs have the requested dtype; if not, it is measured with one dtype only.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Operation:
     typed: bool = True
 
     def make(self, num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
-        """Fresh random inputs; those that have a gradient ask for it."""
+        """Fresh random inputs, with ``requires_grad`` set on those that get a gradient."""
         torch.manual_seed(0)
         made = self.inputs(num_bytes, dtype, device)
         for name, x in made.items():
@@ -57,7 +57,7 @@ class Operation:
         return made
 
     def contenders(self, device: str) -> dict[str, Call]:
-        """By name: ours, by default and where no compiler is, torch eager and compiled, and the peers installed."""
+        """By name: ours by default and without a compiler, torch eager and compiled, and the installed peers."""
         found: dict[str, Call] = {"Megalith": lambda **inputs: self.ours(**inputs)}
         first, *others = FUSIONS[self.fusion].defaults[device]
         if first == "compile":
@@ -67,7 +67,7 @@ class Operation:
             try:
                 found[name] = build()
             except ImportError:
-                continue  # the table says which are installed
+                continue  # the table shows which peers are installed
         return found
 
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.fusions.pages``: puts the newest measured table of a CPU on the page of each operation."""
+"""``python -m benchmarks.fusions.pages``: writes the newest CPU results to the page of each operation."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ HEADING = "## Measured"
 NAMES = ["Megalith", WITHOUT_COMPILER, "torch.compile"]
 NEWLINE = "\n"
 
-# page -> the operations of ``megalith.fusions.explain()`` that it is about
+# page -> the operations of ``megalith.fusions.explain()`` that it documents
 FUSIONS_OF: Mapping[str, Sequence[str]] = {
     "fused_adamw": ["adamw"],
     "fused_add_norm": ["add_norm"],
@@ -42,12 +42,12 @@ FUSIONS_OF: Mapping[str, Sequence[str]] = {
 
 
 def newest() -> Path:
-    """The last result of a CPU that is kept."""
+    """The newest CPU result."""
     return max((ROOT / "benchmarks" / "results").glob("fusions-cpu-*.json"))
 
 
 def section(page: str, result: Path) -> str:
-    """What ``page`` says of what was measured."""
+    """The section of ``page`` with the measurements."""
     kept = json.loads(result.read_text())
     runs = from_json(kept)
     rounds = max(len(figures.both) for figures in runs[0].contests[0].figures.values())

@@ -1,6 +1,6 @@
-"""A Llama in plain torch, as one writes it by hand, and the same with the parts of ``megalith.fusions`` put in.
+"""A Llama written by hand in plain torch, and the same with parts replaced by ``megalith.fusions``.
 
-Parameters have the names of Hugging Face's model. S sequence, B batch, H hidden, A heads, G groups, D head size.
+Parameters are named as in Hugging Face's model. S sequence, B batch, H hidden, A heads, G groups, D head size.
 """
 
 import torch
@@ -14,7 +14,7 @@ __all__ = ["FUSED", "PLAIN", "Parts", "PlainLlama"]
 
 
 class Parts:
-    """What is swapped: the norm, the rotation, the gated unit and the loss, in plain torch."""
+    """The replaceable parts in plain torch: norm, rotary embedding, gated activation and loss."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of [..., H]."""
@@ -108,7 +108,7 @@ class _Layer(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """``model(tokens, labels)``, [B, S] both, gives the mean loss."""
+    """``model(tokens, labels)``, both [B, S], returns the mean loss."""
 
     def __init__(self, config: TransformerConfig, parts: Parts) -> None:
         super().__init__()

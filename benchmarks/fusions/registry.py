@@ -1,4 +1,4 @@
-"""The one list of operations: those of every file in ``operations/``."""
+"""All operations: those of every file in ``operations/``."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Contests as Markdown for readers, and as JSON for programs."""
+"""Formats contests as Markdown and as JSON."""
 
 import dataclasses
 import statistics
@@ -17,14 +17,14 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """All contests of one pass over the operations, and the bytes a second of a copy around each."""
+    """All contests of one pass over the operations, and the copy bandwidth measured after each."""
 
     contests: Sequence[Contest]
     bandwidths: Sequence[float]
 
 
 def as_json(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> dict[str, Any]:
-    """Everything that was measured, seconds and bytes unrounded."""
+    """All measurements, with seconds and bytes unrounded."""
     return {
         "date": date,
         "machine": dict(machine),
@@ -36,12 +36,12 @@ def as_json(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> dict[
 
 
 def from_json(kept: Mapping[str, Any]) -> list[Run]:
-    """The runs of what ``as_json`` gave, also after a file."""
+    """The inverse of ``as_json``, also after a round trip through a file."""
     return [Run([contest_from(one) for one in run["contests"]], run["bandwidths"]) for run in kept["runs"]]
 
 
 def as_markdown(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> str:
-    """A row for each operation and size: speed-up over torch eager, forward and with backward; memory."""
+    """A row for each operation and size: speed-up over torch eager, of the forward and with the backward; memory."""
     device = machine["device"]
     names = list(dict.fromkeys(name for run in runs for one in run.contests for name in one.figures if name != BASE))
     lines = [f"## Fused operations on {device}, {date}", ""]
@@ -57,7 +57,7 @@ def as_markdown(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> s
 
 
 def table(runs: Sequence[Run], names: Sequence[str], indices: Iterable[int]) -> list[str]:
-    """Lines of Markdown: the contests of ``indices``, with a column for each contender of ``names``."""
+    """Lines of Markdown: the contests at ``indices``, with a column for each contender in ``names``."""
     head = ["operation", "dtype", "MiB", *names, "of copy, forward / backward", "peak MiB, ours / eager"]
     return [_row(head), _row(["---"] * len(head)), *(_row(_cells(runs, index, names)) for index in indices)]
 
@@ -77,7 +77,7 @@ def _cells(runs: Sequence[Run], index: int, names: Sequence[str]) -> list[str]:
 
 
 def _best(runs: Sequence[Run], index: int, name: str) -> str:
-    """The cell of contender ``name``, from the run in which it did best."""
+    """The cell of contender ``name``, from the run in which it was fastest."""
     figures = runs[0].contests[index].figures.get(name)
     if figures is None:
         return ""
@@ -103,13 +103,13 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def contest_from(kept: Mapping[str, Any]) -> Contest:
-    """What ``dataclasses.asdict`` made a tree of, also after a file."""
+    """The inverse of ``dataclasses.asdict``, also after a round trip through a file."""
     figures = {name: _figures(one) for name, one in kept["figures"].items()}
     return Contest(kept["operation"], kept["dtype"], kept["num_bytes"], kept["floor"], figures)
 
 
 def _figures(kept: Mapping[str, Any]) -> Figures:
-    """Of a file, whose keys are text, and in which a tuple is a list."""
+    """Figures from JSON, where keys are strings and tuples are lists."""
     forward, both = ({int(index): one for index, one in kept[name].items()} for name in ("forward", "both"))
     memory = kept["memory"]
     return Figures(forward, both, None if memory is None else Memory(*memory), kept["failure"])

@@ -1,11 +1,11 @@
-"""A whole training step of a Llama, fusions on and off, beside Hugging Face's and one in plain torch.
+"""A whole training step of a Llama, with and without fusions, compared with Hugging Face's and one in plain torch.
 
 All contenders start from the same weights, see the same random batch, and update with torch's fused AdamW. On a CPU,
-which other work slows, they take turns; on a GPU each is alone in memory, which does not hold them all. Off means
-``fusions.use("reference")``: the same model through plain torch. Hugging Face's model and the plain one are there as
-they are and with ``megalith.fusions`` put in, which is what a user of the fusions alone gains. The loss of the first
-step must be that of Hugging Face's model to 1e-2, which is what bfloat16 leaves of it. Behind the rounds our own
-step is profiled, kernel by kernel.
+which other processes may slow down, they take turns; on a GPU they run one after another, because memory does not hold
+them all. Off means ``fusions.use("reference")``: the same model in plain torch. Hugging Face's model and the plain one
+also run with ``megalith.fusions`` inserted, which shows what users of the fusions alone gain. The loss of the first
+step must match that of Hugging Face's model to 1e-2, the accuracy of bfloat16. After the rounds, our own step is
+profiled, kernel by kernel.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ Builder = Callable[[], Loss]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the rows ``B`` of ``S`` tokens that it sees."""
+    """A model, and its batch of ``B`` rows of ``S`` tokens."""
 
     title: str
     config: TransformerConfig
@@ -58,12 +58,12 @@ class Shape:
 
     @property
     def dtype_name(self) -> str:
-        """As settings call it."""
+        """The name used in settings."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def flops(self) -> int:
-        """Of the model in a step, causal attention halved."""
+        """Model FLOPs of a step, with causal attention halved."""
         return self.S * self.B * flops_per_token(self.config, self.config.vocab_size or 0, self.S)
 
 
@@ -83,10 +83,10 @@ SHAPES = {
 
 @dataclass
 class StepFigures:
-    """Seconds of each round, the peak of a step's memory beyond parameters and moments, the first loss.
+    """Seconds of each round, peak memory of a step beyond parameters and moments, and the first loss.
 
-    On a GPU these are the device's seconds, with all launches hidden; ``wall`` is the host's, of steps back to back.
-    ``rate`` is the FLOP/s of a large product in bfloat16 right behind them, on a GPU; ``parts`` says where time goes.
+    On a GPU, ``seconds`` is device time, with launches hidden; ``wall`` is host time per step, of steps back to back.
+    ``rate`` is the FLOP/s of a large bfloat16 matmul right afterwards, on a GPU; ``parts`` is the time breakdown.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -101,7 +101,7 @@ class StepFigures:
 def measure_steps(
     shape: Shape, device: str, rounds: int, keep: Callable[[dict[str, StepFigures]], None] = lambda _: None
 ) -> dict[str, StepFigures]:
-    """Steps of all contenders that can run here; ``keep`` gets what is known whenever more of it is."""
+    """Measures steps of all contenders; calls ``keep`` with the figures so far after each group of contenders."""
     torch.manual_seed(0)
     weights = {name: x.detach().clone() for name, x in _hugging_face(shape, device).named_parameters()}
     tokens, labels = torch.randint(shape.config.vocab_size or 0, (2, shape.B, shape.S), device=device)
@@ -116,7 +116,7 @@ def measure_steps(
         ),
         "Hugging Face, compiled": lambda: _their_loss(_compiled(_hugging_face(shape, device), weights), tokens, labels),
     }
-    if device == "cuda":  # last, as it changes functions of Hugging Face's module, which the contenders before it share
+    if device == "cuda":  # last, because it patches Hugging Face's module, which the other contenders share
         builders["Hugging Face + Liger"] = lambda: _their_loss(_with_liger(shape, device, weights), tokens, labels)
     clock, figures = Clock(device), dict[str, StepFigures]()
     for names in [list(builders)] if device == "cpu" else [[name] for name in builders]:
@@ -133,7 +133,7 @@ def measure_steps(
 def _take_turns(
     builders: dict[str, Builder], figures: dict[str, StepFigures], clock: Clock, device: str, rounds: int
 ) -> None:
-    """Adds to ``figures`` those of ``builders``, whose steps are interleaved."""
+    """Adds the figures of ``builders`` to ``figures``, with interleaved steps."""
     running = {}
     for name, build in builders.items():
         one = figures[name] = StepFigures()
@@ -154,7 +154,7 @@ def _take_turns(
 
 @contextlib.contextmanager
 def _failing_alone(name: str, figures: StepFigures) -> Iterator[None]:
-    """A contender may fail in any way, and at any time: it has the reason instead of numbers, and the others go on."""
+    """Turns an exception into the reason a contender has no numbers; the others continue."""
     try:
         yield
     except Exception as error:
@@ -164,7 +164,7 @@ def _failing_alone(name: str, figures: StepFigures) -> Iterator[None]:
 
 
 def _back_to_back(step: Callable[[], None], device: str) -> float:
-    """Seconds a step by the host's clock, a few of them without a wait in between."""
+    """Host seconds per step, over a few steps without synchronization in between."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -207,7 +207,7 @@ def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
 
 
 def _first_step(loss: Loss, figures: StepFigures, device: str, want: float) -> Callable[[], None]:
-    """Judges the first loss, measures memory, and gives the step to be timed."""
+    """Checks the first loss, measures memory, and returns the step to time."""
     model, value = loss()
     figures.loss = value.item()
     if not abs(figures.loss - want) <= _TOLERANCE and want == want:
@@ -242,7 +242,7 @@ def _our_loss(
 
 
 def _their_loss(model: Any, tokens: Tensor, labels: Tensor) -> Loss:
-    # as shift_labels, so that they are not shifted once more
+    # passed as shift_labels, so that they are not shifted again
     return lambda: (model, model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss)
 
 
@@ -263,7 +263,7 @@ def _with_fusions(shape: Shape, device: str, weights: dict[str, Tensor], tokens:
     model = _of_class(llama.LlamaForCausalLM, llama.LlamaConfig, shape, device)
     model.load_state_dict(weights)
     use_fusions(llama, model)
-    shifted = labels.roll(1, dims=1)  # back by the loss on the page, which leaves out the last token
+    shifted = labels.roll(1, dims=1)  # shifted back by the page's loss, which omits the last token
     return lambda: (model, model(input_ids=tokens, labels=shifted, use_cache=False).loss)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama with fusions put in by the lines of docs/use_only_the_fusions.md, as its reader has them."""
+"""Hugging Face's Llama with fusions applied by the code in docs/use_only_the_fusions.md, as a reader would run it."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ _LLAMA = "transformers.models.llama.modeling_llama"
 
 
 def llama_of_its_own() -> ModuleType:
-    """A second copy of the module of Hugging Face's Llama: the lines of the page change the classes of a module."""
+    """A second copy of Hugging Face's Llama module, because the code on the page modifies the classes of a module."""
     spec = importlib.util.find_spec(_LLAMA)
     assert spec is not None, "transformers is installed"
     assert spec.loader is not None, "it is a file"
@@ -23,9 +23,9 @@ def llama_of_its_own() -> ModuleType:
 
 
 def use_fusions(llama: ModuleType, model: Any) -> None:
-    """Runs the first lines of Python of the page on ``model``, whose classes are those of ``llama``."""
+    """Runs the first Python block of the page on ``model``, whose classes come from ``llama``."""
     found = re.search(r"^```python\n(.*?)^```", _PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    assert found is not None, "the page begins with them"
+    assert found is not None, "the page has a Python block"
     names: dict[str, Any] = {}
     exec(compile(found[1], str(_PAGE), "exec"), names)
     names["llama"] = llama

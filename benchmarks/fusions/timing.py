@@ -1,4 +1,4 @@
-"""Contests in a process of their own: an operation that ends it costs its own row."""
+"""Contests in a child process: an operation that crashes it loses only its own row."""
 
 import dataclasses
 import time
@@ -14,13 +14,13 @@ from benchmarks.restartable import Item, Line, lines_of
 
 __all__ = ["Timed", "timed", "timings"]
 
-_LIMIT = 1800.0  # seconds of a contest: torch.compile and slow peers take their time
+_LIMIT = 1800.0  # seconds per contest: torch.compile and slow peers take long
 _LEAST_COPIED = 16 << 20
 Timed = tuple[str, torch.dtype, int]  # operation, dtype, bytes of the largest tensor
 
 
 def timings(rows: Iterable[Timed], device: str, rounds: int) -> Iterator[tuple[Contest, float, float]]:
-    """Of each row its contest, bytes a second of a copy after it, and the seconds that both took."""
+    """Yields for each row the contest, the copy bandwidth after it, and the seconds that both took."""
     rows = list(rows)
     items = [
         Item(f"{name}, {dtype}, {num_bytes >> 20} MiB", (name, num_bytes, str(dtype), device, rounds))
@@ -42,7 +42,7 @@ def timed(
     only: Collection[str] | None = None,
     sample: float = SAMPLE,
 ) -> Line:
-    """The contest as a tree, and the bandwidth of a copy of as many bytes, in the same process."""
+    """The contest as a dict, and the bandwidth of a copy of the same size, in the same process."""
     start = time.perf_counter()
     torch.compiler.reset()
     kind = getattr(torch, dtype.removeprefix("torch."))

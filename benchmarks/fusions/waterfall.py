@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by kernel on a GPU and by operator on a CPU, and what is left of it."""
+"""Time breakdown of a step, by kernel on a GPU and by operator on a CPU, and the unattributed rest."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 __all__ = ["Part", "as_markdown", "parts_of"]
 
 _STEPS = 2  # profiled together
-_LONGEST = 70  # characters of a name: those of C++ kernels go on for lines
+_LONGEST = 70  # characters of a name: C++ kernels have very long ones
 
 
 class Part(NamedTuple):
-    """A kernel or operator: seconds a step by itself, and how often a step launches it."""
+    """A kernel or operator: its own seconds per step, and its launches per step."""
 
     name: str
     seconds: float
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 
 def parts_of(step: Callable[[], Any], device: str) -> list[Part]:
-    """Of a step, the longest part first. Nothing is left out: what runs at the same time counts each for itself."""
+    """All parts of a step, longest first. Parts that run concurrently are each counted in full."""
     on_gpu = device == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         for _ in range(_STEPS):
@@ -47,12 +47,12 @@ def _is_of_the_optimizer(name: str) -> bool:
 
 
 def as_markdown(parts: list[Part], seconds: float, rows: int = 25) -> str:
-    """A table of the ``rows`` longest parts, the others together, and what is left of a step of ``seconds``."""
+    """A table of the ``rows`` longest parts, the sum of the others, and the unattributed rest of ``seconds``."""
     others = parts[rows:]
     shown = [
         *parts[:rows],
         Part("all others", sum(part.seconds for part in others), sum(part.launches for part in others)),
-        Part("nothing", seconds - sum(part.seconds for part in parts), 0),
+        Part("unattributed", seconds - sum(part.seconds for part in parts), 0),
     ]
     lines = ["| part | ms a step | % | launches |", "|---" * 4 + "|"]
     lines += [

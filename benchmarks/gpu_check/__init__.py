@@ -1,1 +1,1 @@
-"""``make gpu-check``: one command, with a deadline of its own, for the first minutes on a GPU."""
+"""``make gpu-check``: one command with a time budget, for the first minutes on a GPU."""

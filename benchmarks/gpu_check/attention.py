@@ -1,4 +1,4 @@
-"""Attention beside torch's kernels: cuDNN's and flash, at the head sizes of models and of latent attention."""
+"""Attention compared with torch's cuDNN and flash kernels, at the head sizes of models and of latent attention."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _PEERS = {
 
 
 class Heads(NamedTuple):
-    """Causal attention over S tokens of B rows; A heads of D columns, G of keys and values, whose values have DV."""
+    """Causal attention over B rows of S tokens; A query heads, G key and value heads, head size D, value size DV."""
 
     S: int
     B: int
@@ -34,7 +34,7 @@ class Heads(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of the two products of forward, of what the causal rule leaves; backward has five."""
+        """FLOPs of the two matrix products of the forward, halved by the causal mask; the backward has five."""
         return self.S * self.S * self.B * self.A * (self.D + self.DV)
 
 
@@ -49,7 +49,7 @@ TINY = Heads(32, 1, 2, 1, 16, 16)
 
 
 def items(tiny: bool) -> list[Item]:
-    """Arguments of ``attention``: one contender at one shape, as each may end its process."""
+    """Arguments of ``attention``: one contender at one shape, because any of them may crash its process."""
     shapes, device = ({"D 16": TINY}, "cpu") if tiny else (SHAPES, "cuda")
     return [
         Item(f"{name}, {contender}", (contender, tuple(heads), device))
@@ -70,7 +70,7 @@ def attention(contender: str, heads: tuple[int, ...], device: str) -> Line:
     compute = _ours if contender == "Megalith" else functools.partial(_torchs, _PEERS[device][contender])
     out = compute(q, k, v)
     dout = torch.randn_like(out)
-    torch.autograd.grad(out, (q, k, v), dout)  # whatever is compiled or loaded first is not timed
+    torch.autograd.grad(out, (q, k, v), dout)  # warm-up: compilation and loading are not timed
     del out
     clock, repeats = Clock(device), _REPEATS if device == "cuda" else 1
     forward = clock.seconds(lambda: compute(q, k, v), repeats)

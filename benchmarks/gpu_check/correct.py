@@ -1,4 +1,4 @@
-"""Every case of every fused operation on the kernels, against float64."""
+"""Every case of every fused operation, run on the kernels and compared with float64."""
 
 import functools
 
@@ -10,13 +10,13 @@ from tests.fusions.harness import Case, Inputs, all_cases
 
 __all__ = ["case_is_right", "items"]
 
-_ROWS = (3, 4099)  # the latter: several rows a program where they are summed, and more tiles than are read together
-_SEQUENCES = (3, 64)  # the rows of attention, which share nothing
+_ROWS = (3, 4099)  # 4099: several rows per program where rows are summed, and more tiles than are read at once
+_SEQUENCES = (3, 64)  # sequence lengths for attention, whose rows are independent
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def items(tiny: bool) -> dict[str, list[Item]]:
-    """By the name of a fusion; the arguments of ``case_is_right``. Tiny: the first case of two fusions."""
+    """Arguments of ``case_is_right`` by fusion name. Tiny: the first case of two fusions."""
     device, rows = ("cpu", _ROWS[:1]) if tiny else ("cuda", _ROWS)
     found: dict[str, list[Item]] = {}
     for case in _cases().values():
@@ -29,11 +29,11 @@ def items(tiny: bool) -> dict[str, list[Item]]:
 
 
 def case_is_right(name: str, num_rows: tuple[int, ...], width: int, device: str) -> Line:
-    """How many passes, forward and backward, were as near to float64 as their dtypes allow; raises at the first other.
+    """Counts forward and backward passes within their dtype's tolerance of float64; raises at the first that is not.
 
-    A GPU's kernels in bfloat16 and float32; the interpreter, where bfloat16 is not rounded as on a GPU, in float32.
-    Among thousands of rows there are some where rounding takes more than is allowed, whoever computes: the kernels may
-    then be as far off as plain torch in that dtype, and ``as_far_as_torch`` says of how many results they were.
+    On a GPU in bfloat16 and float32; in the interpreter, which does not round bfloat16 as a GPU does, in float32.
+    Among thousands of rows, rounding exceeds the tolerance in some, whatever the implementation: the kernels may then
+    be as far off as plain torch in that dtype, and ``as_far_as_torch`` counts the results for which they are.
     """
     case, checked, as_far = _cases()[name], 0, 0
     for rows in num_rows:
@@ -45,9 +45,9 @@ def case_is_right(name: str, num_rows: tuple[int, ...], width: int, device: str)
 
 
 def _judge(case: Case, inputs: Inputs) -> int:
-    """How many results and gradients were beyond what is allowed, and as far off as plain torch; raises where farther.
+    """Counts results and gradients beyond the tolerance but no further off than plain torch; raises for others.
 
-    No entry may be farther from float64 than twice the worst of plain torch, nor all together than 1.5 times.
+    The maximum error may be at most twice that of plain torch, and the L2 norm of the errors at most 1.5 times.
     """
     dy = case.upstream(inputs, "triton")
     got, torchs, as_far = case.run(inputs, "triton", dy), None, 0
@@ -61,8 +61,8 @@ def _judge(case: Case, inputs: Inputs) -> int:
             torchs = torchs or case.run(inputs, "reference", dy)
             ours, theirs = ((x.double() - want[name]).nan_to_num() for x in (value, torchs[name]))
             entry, whole = (_ratio(ours.norm(p=p), theirs.norm(p=p)) for p in (torch.inf, 2))
-            if not (entry <= 2 and whole <= 1.5):  # not within, so that NaN fails
-                raise AssertionError(f"{error}, {entry:.2f} times that of plain torch, {whole:.2f} in all") from None
+            if not (entry <= 2 and whole <= 1.5):  # "not <=", so that NaN fails
+                raise AssertionError(f"{error}, {entry:.2f} times that of plain torch, {whole:.2f} in norm") from None
             as_far += 1
     return as_far
 
@@ -72,7 +72,7 @@ def _ratio(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _width(case: Case, tiny: bool) -> int:
-    """A width of models, or in the interpreter a narrow one."""
+    """A realistic width, or a narrow one for the interpreter."""
     most = 127 if tiny else 4096
     return max((width for width in case.widths if width <= most), default=min(case.widths))
 

@@ -1,4 +1,4 @@
-"""What a call costs the host; a small model as a CUDA graph, and its layers through ``torch.compile`` as one graph."""
+"""Host overhead of calls; a small model as a CUDA graph, and its layers under ``torch.compile(fullgraph=True)``."""
 
 import statistics
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _WARM = 3
 
 
 def items(tiny: bool) -> dict[str, list[Item]]:
-    """By the name of a job of this module."""
+    """Items by the name of a job in this module."""
     device = "cpu" if tiny else "cuda"
     return {
         "calls": [Item("calls", (device, 1 if tiny else _ROUNDS))],
@@ -31,7 +31,7 @@ def items(tiny: bool) -> dict[str, list[Item]]:
 
 
 def calls(device: str, rounds: int) -> Line:
-    """Microseconds of the host for a forward and backward pass on tiny tensors, by the call and the contender."""
+    """Host microseconds of a forward and backward pass on tiny tensors, by call and contender."""
     found = measure_calls(device, rounds)
     return {
         name: {contender: round(1e6 * statistics.median(seconds), 1) for contender, seconds in by_contender.items()}
@@ -40,7 +40,7 @@ def calls(device: str, rounds: int) -> Line:
 
 
 def graph(device: str) -> Line:
-    """A forward and backward pass of a small model, captured and replayed: its gradients against eager's."""
+    """A forward and backward pass of a small model, captured and replayed; compares its gradients with eager ones."""
     if device != "cuda":
         return {"skipped": "a CUDA graph needs a GPU"}
     model, run = _model(device)
@@ -59,7 +59,7 @@ def graph(device: str) -> Line:
 
 
 def compiled(device: str) -> Line:
-    """The same pass, each layer through ``torch.compile(fullgraph=True)``; without a GPU traced, and not compiled."""
+    """The same pass, each layer under ``torch.compile(fullgraph=True)``; without a GPU it is only traced."""
     model, run = _model(device)
     want = [run().clone(), *_gradients(model)]
     for layer in model.model.layers.values():

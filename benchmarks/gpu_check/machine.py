@@ -1,4 +1,4 @@
-"""What the machine is and can do: versions, bytes a second of a copy, the rate of a product, the price of a launch."""
+"""The machine: versions, copy bandwidth, matmul rate, launch overhead."""
 
 import importlib.util
 import time
@@ -17,7 +17,7 @@ _NUM_LAUNCHES = 100
 
 
 def items(tiny: bool) -> dict[str, list[Item]]:
-    """By the name of a job of this module."""
+    """Items by the name of a job in this module."""
     device = "cpu" if tiny else "cuda"
     return {
         "versions": [Item("versions", ())],
@@ -28,7 +28,7 @@ def items(tiny: bool) -> dict[str, list[Item]]:
 
 
 def versions() -> Line:
-    """Of packages, the GPU and its driver."""
+    """Versions of packages, and properties of the GPU."""
     found = {**describe(), "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
     peers = {name: importlib.util.find_spec(name) is not None for name in ("liger_kernel", "megatron", "transformers")}
     if torch.cuda.is_available():
@@ -52,7 +52,7 @@ def _nothing(x_ptr, N: tl.constexpr):
 
 
 def launches(device: str) -> Line:
-    """Seconds of the host for a launch of a kernel that does nothing."""
+    """Host seconds to launch a kernel that does nothing."""
     x = torch.zeros(1, device=device)
     _nothing[(1,)](x, N=1)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The parts of the check, in order of value: each adds its lines to the record until its deadline."""
+"""The parts of the check, most valuable first; each adds lines to the record until its deadline."""
 
 import json
 import os
@@ -22,16 +22,16 @@ from benchmarks.restartable import Item, Job, Line, lines_of
 __all__ = ["PARTS", "Part", "run_parts"]
 
 _ROOT = Path(__file__).parents[2]
-_AT_ONCE = 16  # processes that check or compile, where nothing is timed
-_LIMIT = 90.0  # seconds of one item
+_AT_ONCE = 16  # processes for checking or compiling, where nothing is timed
+_LIMIT = 90.0  # seconds for one item
 _ROUNDS = 5
 _SIZES = (64 << 20, 1 << 30)
-_LAST_WORDS = 600  # characters of what a command said that are kept
+_LAST_WORDS = 600  # characters of a command's output that are kept
 _RACES = {
     "permute": None,
     "row_map": None,
     "rms_norm": 16385,
-}  # by fusion: the width, where it is not that of the check
+}  # by fusion: the width, if it differs from that of the check
 _TESTS = [
     "tests/fusions",
     "tests/transformer/moe",
@@ -41,16 +41,16 @@ _TESTS = [
 
 
 class Part(NamedTuple):
-    """What is done, and how many of 600 seconds it is meant to take."""
+    """A function, and its share of a budget of 600 seconds."""
 
     run: Callable[[Record, float, bool], None]  # (record, deadline, tiny)
     seconds: float
 
 
 def run_parts(record: Record, names: list[str], budget: float, tiny: bool) -> None:
-    """All of ``names``: a part that fails has a line that says so, and the next one runs.
+    """Runs the parts ``names``; if one fails, a line says so and the next one runs.
 
-    Where more time is left than the parts that remain are meant to take, each may take as much more.
+    If more time is left than the shares of the remaining parts, these are scaled up in proportion.
     """
     end = time.monotonic() + budget
     for index, name in enumerate(names):
@@ -80,7 +80,7 @@ def _correct(record: Record, deadline: float, tiny: bool) -> None:
 
 
 def _at_once(job: Job, items: list[Item], deadline: float, tiny: bool, keep: Callable[[Line], None]) -> None:
-    """``lines_of`` by several processes, each with its share of the items: for what is not timed."""
+    """``lines_of`` in several processes, each with part of the items; for untimed work."""
 
     def work(share: list[Item]) -> None:
         for line in lines_of(job, share, _LIMIT, deadline):
@@ -93,13 +93,13 @@ def _at_once(job: Job, items: list[Item], deadline: float, tiny: bool, keep: Cal
 
 
 def _compile_ahead(job: Job, items: list[Item], deadline: float, tiny: bool) -> None:
-    """Many processes compile what one alone will time: else the device waits half of the time for the compiler."""
+    """Compiles in many processes what a single one will time: otherwise the device spends half of the time waiting."""
     if not tiny:
         _at_once(job, items, deadline, tiny, lambda line: None)
 
 
 def _failures(record: Record, deadline: float, tiny: bool) -> None:
-    """What failed once more, one launch after the other, and under memcheck where that is installed."""
+    """Repeats failed cases with blocking launches and, if installed, under memcheck; runs racecheck on ``_RACES``."""
     failed = {line["item"] for line in record.of("correct") if line.get("failure")}
     chosen = [item for items in correct.items(tiny).values() for item in items if item.name in failed]
     sanitizer = shutil.which("compute-sanitizer")
@@ -149,7 +149,7 @@ def _host(record: Record, deadline: float, tiny: bool) -> None:
 
 
 def _tests(record: Record, deadline: float, tiny: bool) -> None:
-    """The suite's tests of what runs on a GPU: kernels in every dtype, experts, memory."""
+    """The suite's tests that use a GPU: kernels in every dtype, experts, memory."""
     chosen = ["tests/fusions/core/test_records.py"] if tiny else ["-n", str(_AT_ONCE), *_TESTS]
     _command(
         record, "tests", "pytest", [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], deadline
@@ -157,7 +157,7 @@ def _tests(record: Record, deadline: float, tiny: bool) -> None:
 
 
 def _train(record: Record, deadline: float, tiny: bool) -> None:
-    """The demo: a small model trained, saved and loaded, by one rank on NCCL."""
+    """The demo: a small model is trained, saved and loaded, by one rank with NCCL."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "megalith", "demo", "--out", str(Path(folder, "demo"))]
         _command(record, "train", "megalith demo", [*command, *(["--help"] if tiny else [])], deadline)
@@ -174,7 +174,7 @@ def _step(record: Record, deadline: float, tiny: bool) -> None:
 
 
 def _peers(record: Record, deadline: float, tiny: bool) -> None:
-    """Every operation beside all of its peers, compiled ones too: half an hour on a GPU."""
+    """Every operation compared with all of its peers, including compiled ones: half an hour on a GPU."""
     command = [
         sys.executable,
         "-m",
@@ -195,7 +195,7 @@ def _one(item: Item) -> list[str]:
 
 
 def _command(record: Record, part: str, name: str, command: list[str], deadline: float, **environment: str) -> None:
-    """Runs it until the deadline; the line has its code and what it said last, and the whole is beside the record."""
+    """Runs a command until the deadline; adds a line with its exit code and last output, and logs all of the output."""
     log = record.file.with_suffix(f".{part}.log")
     with log.open("a") as out:
         try:
@@ -205,7 +205,7 @@ def _command(record: Record, part: str, name: str, command: list[str], deadline:
             )  # fmt: skip
             failure = f"ended with code {done.returncode}" if done.returncode else None
         except subprocess.TimeoutExpired:
-            failure = "not done when its time was over"
+            failure = "not done before its deadline"
     said = log.read_text(errors="replace").strip()[-_LAST_WORDS:]
     record.add(part, {"item": name, "said": said, **({"failure": failure} if failure else {})})
 

@@ -1,4 +1,4 @@
-"""What was found, line by line as it is found, in a file; and a page of it for readers."""
+"""The results: a file of lines, written as they arrive, and a readable page of them."""
 
 import json
 import statistics
@@ -16,7 +16,7 @@ __all__ = ["Record"]
 
 
 class Record:
-    """``gpu-check-DATE.jsonl``, and ``.md`` beside it. Each line is in the file when ``add`` returns."""
+    """``gpu-check-DEVICE-DATE.jsonl`` and the ``.md`` next to it. A line is in the file when ``add`` returns."""
 
     def __init__(self, folder: Path, device: str, budget: float) -> None:
         now = datetime.now()
@@ -36,7 +36,7 @@ class Record:
         return [line for line in self._lines if line["part"] == part]
 
     def page(self) -> str:
-        """The lines of each part; a table of the contests; and it is written beside the file."""
+        """The lines of each part, with a table of the contests; also written next to the file."""
         head = ", ".join(
             f"{name} {value}" for name, value in self._lines[0].items() if name not in ("part", "at_seconds")
         )
@@ -54,7 +54,7 @@ class Record:
 
 
 def _contests(lines: Iterable[Line]) -> list[str]:
-    """The table of ``benchmarks.fusions``, with what was set before each row of a sweep."""
+    """The table of ``benchmarks.fusions``, with two more columns: times, and the item."""
     found = [(line["item"], contest_from(line["contest"]), line["bandwidth"]) for line in lines if "contest" in line]
     if not found:
         return []
@@ -65,7 +65,7 @@ def _contests(lines: Iterable[Line]) -> list[str]:
         f"{row} {more} |"
         for row, more in zip(rows, ["forward, both us | item", "--- | ---", *_items(found, seconds)], strict=True)
     ]
-    return [*named, "", f"Copy {statistics.median(rates):.1f} GB/s [{min(rates):.1f}..{max(rates):.1f}].", ""]
+    return [*named, "", f"Copy bandwidth {statistics.median(rates):.1f} GB/s [{min(rates):.1f}..{max(rates):.1f}].", ""]
 
 
 def _items(found: list[tuple[str, Any, float]], seconds: list[str]) -> list[str]:
@@ -79,7 +79,7 @@ def _microseconds(figures: Any) -> str:
 
 
 def _words(line: Line) -> str:
-    """``line`` but its part and time, the item first."""
+    """Formats ``line`` without its part and time, with the item first."""
     rest = [f"{name} {_rounded(value)}" for name, value in line.items() if name not in ("part", "at_seconds", "item")]
     return ": ".join(part for part in (str(line.get("item", "")), ", ".join(rest)) if part).replace("\n", " / ")
 

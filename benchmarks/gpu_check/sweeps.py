@@ -1,4 +1,4 @@
-"""Sizes of blocks, warps and grids of the kernels, one change at a time, each judged and timed."""
+"""Sweeps over block sizes, warps and grids of the kernels; each setting is checked and timed."""
 
 import importlib
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ _FUSIONS = "megalith.fusions"
 
 
 class Setting(NamedTuple):
-    """A constant of a module of kernels, or the entry of one with this ``key``, and what it is set to."""
+    """A new value for a constant of a kernel module, or for the entry ``key`` of a constant that is a dict."""
 
     module: str
     name: str
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What is timed, an operation of ``benchmarks.fusions`` or attention, and the settings that are tried of it."""
+    """The operations to time (from ``benchmarks.fusions``, or attention shapes), and the settings to try."""
 
     operations: tuple[str, ...]
     settings: tuple[tuple[Setting, ...], ...]
@@ -157,11 +157,11 @@ def items(tiny: bool) -> list[Item]:
 
 
 def swept(operation: str, settings: list[Any], num_bytes: int, device: str, rounds: int) -> Line:
-    """The times of ``operation`` under ``settings``, which are put back."""
+    """Times ``operation`` under ``settings``, and restores the previous values."""
     applied = [Setting(*one) for one in settings]
     idle = [one.name for one in applied if one.name.startswith("_LARGE")]
     if idle and device == "cuda" and not has_large_memory(torch.zeros(1, device=device)):
-        return {"skipped": f"this GPU does not take {', '.join(idle)}"}
+        return {"skipped": f"this GPU does not use {', '.join(idle)}"}
     before = [getattr(importlib.import_module(one.module), one.name) for one in applied]
     try:
         for one in applied:
@@ -176,7 +176,7 @@ def swept(operation: str, settings: list[Any], num_bytes: int, device: str, roun
 
 
 def kernels_timed(operation: str, num_bytes: int, device: str, rounds: int) -> Line:
-    """``timed``, on our kernels and beside torch eager only: in bfloat16; in the interpreter once, in float32."""
+    """``timed`` for our kernels and torch eager only: in bfloat16 on a GPU; one round in float32 in the interpreter."""
     contenders = ("Megalith", BASE)
     with fusions.use("triton"):
         if device == "cuda":

@@ -70,7 +70,7 @@ def test_a_waterfall_has_every_operator_once_and_what_is_left_of_the_step():
     seconds = sum(part.seconds for part in parts)
     lines = waterfall.as_markdown(parts, 2 * seconds, rows=1).splitlines()
     names = [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]]
-    assert names == [parts[0].name, "all others", "nothing"]
+    assert names == [parts[0].name, "all others", "unattributed"]
     assert " | 50.0 | 0 |" in lines[-1]
 
 

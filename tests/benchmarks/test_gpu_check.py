@@ -87,7 +87,7 @@ def test_a_command_that_fails_or_runs_on_has_its_last_words_in_the_record(record
     parts._command(record, "tests", "hanging", [sys.executable, "-c", "import time; time.sleep(60)"], time.monotonic())
     failing, hanging = record.of("tests")
     assert (failing["said"], failing["failure"]) == ("because", "ended with code 3")
-    assert hanging["failure"] == "not done when its time was over"
+    assert hanging["failure"] == "not done before its deadline"
 
 
 def test_what_failed_runs_again_with_blocking_launches_and_under_the_sanitizer(record, monkeypatch):

@@ -51,7 +51,9 @@ def test_discarded_rounds_do_not_count_and_are_reported(measurement):
 
 def test_figures_of_a_machine_that_was_never_quiet_are_marked(measurement):
     measurement.rounds[:] = [Round({OURS: 0.5, BASE: 0.75}, RATES, RATES | {"copy": 10.0})]
-    assert "**Not to be quoted**: in none of 1 rounds" in as_markdown(measurement, MACHINE, "today")
+    assert "**Not to be quoted**: the machine was not quiet in any of 1 rounds" in as_markdown(
+        measurement, MACHINE, "today"
+    )
 
 
 def test_json_has_every_round_and_every_reason(measurement):

@@ -13,7 +13,7 @@ from megalith import fusions
 
 __all__ = ["OPERATIONS"]
 
-_F = 4096  # columns, of a size at which rows and columns are both many
+_F = 4096  # columns; large, while leaving many rows
 
 
 def _packed(num_bytes: int, dtype: torch.dtype, device: str, *, bias: bool = False, weights: bool = False) -> Inputs:
@@ -33,7 +33,7 @@ def _eager_glu(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = N
 
 
 class _Float8(torch.autograd.Function):
-    """SwiGLU that keeps its input in 8 bits, as a user of torch writes it."""
+    """SwiGLU that saves its input in 8 bits, as written in plain torch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -121,9 +121,9 @@ OPERATIONS = [
         "glu_float8",
         _packed,
         partial(fusions.glu_float8, activation="silu"),
-        lambda x: _Float8.apply(x),  # which takes no argument by name
+        lambda x: _Float8.apply(x),  # apply takes no keyword arguments
         cost.glu_float8,
-        judged=False,  # its gradients are those at the rounded input
+        judged=False,  # its gradients are taken at the rounded input
     ),
     Operation(
         "bias gelu",

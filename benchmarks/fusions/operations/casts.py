@@ -1,4 +1,4 @@
-"""Quantisation, and the update of all weights."""
+"""Quantization, and AdamW's update of all weights."""
 
 from functools import partial
 from typing import Any

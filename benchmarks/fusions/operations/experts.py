@@ -1,4 +1,4 @@
-"""The matrix products of experts, over the rows of 2,048 tokens at 16 MiB."""
+"""Grouped matmuls of experts; 16 MiB stands for 2,048 tokens."""
 
 from functools import partial
 
@@ -11,13 +11,13 @@ from megalith import fusions
 __all__ = ["OPERATIONS"]
 
 _H, _F = 512, 1024
-_TOKEN_BYTES = 8192  # a token for each, whatever the dtype
+_TOKEN_BYTES = 8192  # one token for each 8192 bytes, whatever the dtype
 
 
 def _inputs(
     num_bytes: int, dtype: torch.dtype, device: str, *, num_experts: int, topk: int, skewed: bool = False
 ) -> Inputs:
-    """Equally many rows for each expert, or 1/e of those of the first for expert e (Zipf)."""
+    """The same number of rows for each expert, or 1/e of the first expert's for expert e (Zipf)."""
     R = max(1, num_bytes // _TOKEN_BYTES) * topk
     shares = 1 / torch.arange(1, num_experts + 1) if skewed else torch.ones(num_experts)
     ends = (shares.cumsum(0) / shares.sum() * R).round().int()

@@ -1,4 +1,4 @@
-"""Cross entropy on logits, and fused with the projection that makes them."""
+"""Cross entropy of logits, and fused with the projection that computes them."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def _logits(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def _hidden(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
-    """So many tokens that their logits would take ``num_bytes``."""
+    """As many tokens as have logits of ``num_bytes``."""
     T = max(1, num_bytes // (_V * dtype.itemsize))
     x, weight = (torch.randn(n, _H, device=device).to(dtype) * _H**-0.25 for n in (T, _V))
     return {"x": x, "weight": weight, "target": torch.randint(_V, (T,), device=device)}
@@ -47,7 +47,7 @@ def _liger() -> Call:
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     def compute(logits: Tensor, target: Tensor) -> Tensor:
-        # it writes the gradient over the logits
+        # it overwrites the logits with their gradient
         return LigerCrossEntropyFunction.apply(logits.clone(), target, None, -100, 0.0, 0.0, "none")[0]
 
     return compute

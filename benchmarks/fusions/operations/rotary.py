@@ -1,4 +1,4 @@
-"""Rotary positions."""
+"""Rotary position embedding."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def _inputs(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def _eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As Hugging Face's Llama spells it: whole tables in the dtype of q, halves swapped by concatenation."""
+    """As in Hugging Face's Llama: full tables in the dtype of q, halves swapped by concatenation."""
     cos, sin = (torch.cat((t, t), dim=-1).to(q.dtype)[:, None, None] for t in (cos, sin))
 
     def rotate(x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _liger() -> Call:
 
     def compute(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = (torch.cat((t, t), dim=-1)[None].to(q.dtype) for t in (cos, sin))
-        # it turns [B, heads, S, D], in place
+        # it rotates [B, heads, S, D], in place
         q, k = (x.permute(1, 2, 0, 3).clone() for x in (q, k))
         y, y_k = LigerRopeFunction.apply(q, k, cos, sin)
         return y.permute(2, 0, 1, 3), y_k.permute(2, 0, 1, 3)
@@ -48,7 +48,7 @@ def _liger() -> Call:
     return compute
 
 
-_NOPE, _ROPE, _VALUE = 128, 64, 128  # head sizes of DeepSeek-V3: without and with positions, and of values
+_NOPE, _ROPE, _VALUE = 128, 64, 128  # head sizes of DeepSeek-V3: non-rotary, rotary, and value
 
 
 def _mla_inputs(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:

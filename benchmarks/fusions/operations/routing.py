@@ -1,4 +1,4 @@
-"""The index operations of a mixture of experts."""
+"""Routing and permutation for a mixture of experts."""
 
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ def _megatron_pad(multiple: int) -> Call:
 
 
 def _tokens(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
-    """So many tokens that their permuted rows take ``num_bytes``."""
+    """As many tokens as have permuted rows of ``num_bytes``."""
     T = max(1, num_bytes // (_K * _H * dtype.itemsize))
     return {"tokens": torch.randn(T, _H, device=device).to(dtype), "indices": _indices(T, device)}
 
@@ -77,7 +77,7 @@ def _eager_there_and_back(tokens: Tensor, indices: Tensor) -> Tensor:
 
 
 def _logits(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
-    """Rows of numbers that differ, in every dtype: which of two equal ones is routed to is nobody's mistake."""
+    """Rows of distinct numbers, in every dtype: contenders may break ties differently."""
     order = torch.rand(max(1, num_bytes // (_E * dtype.itemsize)), _E, device=device).argsort(dim=-1)
     return {"logits": (order / (_E / 8) - 4.0).to(dtype)}
 
