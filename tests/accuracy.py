@@ -1,4 +1,4 @@
-"""How near a result must be to float64, by the dtype that it is rounded to."""
+"""How close a result must be to float64, by the dtype that it is rounded to."""
 
 import torch
 from torch import Tensor
@@ -27,12 +27,12 @@ def assert_accurate(got: Tensor, want: Tensor, terms: int = 1, cancels: bool = F
     assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, expected {list(want.shape)}"
     finite = want.isfinite()
     assert torch.equal(got.double()[~finite].nan_to_num(7.0), want[~finite].nan_to_num(7.0)), f"{name}: NaN or inf"
-    # below it nothing can be; nor below the last digit of the expectation itself, whose terms are about 1
+    # no error can be below it, nor below the last digit of the expectation itself, whose terms are about 1
     rounding = (want.to(got.dtype).double() - want).abs()[finite].clamp_min(LAST_DIGIT)
     got, want, dtype = got.double()[finite], want[finite], got.dtype
     if want.numel() == 0:
         return
-    # float32 sums drift by the root of their length; the interpreter truncates to bfloat16, where a GPU rounds
+    # errors of float32 sums grow with the root of their length; the interpreter truncates to bfloat16, a GPU rounds
     slack = max(1, terms) ** 0.5 * (2 if dtype == torch.bfloat16 and triton_interprets() else 1)
     entry, l2 = TOLERANCE[dtype]
     error, size = (got - want).abs(), want.abs()
@@ -40,7 +40,7 @@ def assert_accurate(got: Tensor, want: Tensor, terms: int = 1, cancels: bool = F
     size = size.clamp_min(max(TINY, size.mean().item() * (1 if held_to_mean else 0.01)))
     worst = (error / torch.maximum(entry * size, rounding)).max().item() / slack
     assert worst <= 1, f"{name}: error of an entry is {worst:.2f} times what is allowed"
-    if want.numel() >= 1000:  # of fewer, even a perfect rounding strays above it
+    if want.numel() >= 1000:  # with fewer, even perfect rounding may exceed it
         # few entries may make up the norm, and be stored badly all of them; float32 adds its own to that
         stored = _as_stored(want, dtype)
         perfect = (stored - want).norm().item() + TOLERANCE[torch.float32][1] * want.norm().item()

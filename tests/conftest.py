@@ -1,4 +1,4 @@
-"""Lets Triton kernels run without a GPU, poisons fresh memory, lets signals through, keeps every test deterministic."""
+"""Runs Triton kernels without a GPU, poisons fresh memory, resets signal handlers, makes every test deterministic."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ from hypothesis import settings
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when megalith and triton are imported, so set before any test is
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic matmuls on a GPU ask for it
+    os.environ["TRITON_INTERPRET"] = "1"  # read by megalith and triton when imported, so before any test is
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required for deterministic matmuls on a GPU
 for number in (signal.SIGINT, signal.SIGHUP):  # ignored under nohup and in a script's background, as in all children
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
@@ -20,9 +20,9 @@ torch.set_num_threads(1)  # tensors are small, and threads that share a busy cor
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """On a GPU warnings are shown: libraries there warn of what is not ours, and would fail tests that hold."""
+    """On a GPU, warnings are only shown: libraries there give warnings that we do not cause."""
     if ON_GPU:
-        config.addinivalue_line("filterwarnings", "default")  # the last line counts most
+        config.addinivalue_line("filterwarnings", "default")  # the last matching filter wins
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""How much a call does, as a count: the same on every machine, where seconds are not."""
+"""The work of a call, as counts that are the same on every machine, unlike seconds."""
 
 import sys
 import tracemalloc
@@ -10,14 +10,14 @@ __all__ = ["Effort", "effort"]
 
 
 class Effort(NamedTuple):
-    """Lines of Python that ran, each turn of a loop counted, and the most bytes held at once."""
+    """Lines of Python executed, counting every loop iteration, and the peak bytes allocated."""
 
     lines: int
     peak_bytes: int
 
 
 def effort(run: Callable[[], object]) -> Effort:
-    """What ``run()`` takes."""
+    """The effort of ``run()``."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

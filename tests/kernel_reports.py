@@ -1,4 +1,4 @@
-"""What can be known of kernels without a GPU: the bytes that they move, and what they take on each target."""
+"""What can be known about kernels without a GPU: the bytes they move, and the resources they need on each target."""
 
 import atexit
 import functools
@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """What one kernel takes on one target."""
+    """The resources one kernel needs on one target."""
 
     registers: int  # per thread
     spilled: int  # per thread: bytes on NVIDIA, registers on AMD
@@ -56,7 +56,7 @@ class Resources(NamedTuple):
 def traffic(run: Callable[[], object], shared: Sequence[Tensor] = ()) -> Traffic:
     """What interpreted kernels load and store in ``run()``; masked lanes move nothing.
 
-    Addresses inside of ``shared`` tensors, and scalars, are counted in bytes, but may be visited by every program.
+    Addresses in ``shared`` tensors, and scalars, count as bytes, but may be visited by every program.
     """
     touched: dict[tuple[str, int, bool], list[np.ndarray]] = {}
 
@@ -84,9 +84,9 @@ def traffic(run: Callable[[], object], shared: Sequence[Tensor] = ()) -> Traffic
 
 
 def without_interpreter(function: Callable[..., T], *args: object) -> T:
-    """``function(*args)`` in a process where kernels are born compiled; the function travels by name.
+    """Runs ``function(*args)`` in a process without the interpreter; the function is passed by name.
 
-    The process takes seconds to start, so it is kept: what a function changes there, it puts back.
+    The process takes seconds to start, so it is kept: a function must restore what it changes there.
     """
     try:
         return _process_without_interpreter().submit(function, *args).result()
@@ -128,7 +128,7 @@ class Launch(NamedTuple):
         values = [self.arguments.get(name) for name in names]
         constant = [p.is_constexpr or value is None for p, value in zip(self.kernel.params, values, strict=True)]
         types = ["constexpr" if constant[i] else _type(value) for i, value in enumerate(values)]
-        # what a launch finds for aligned memory and sizes divisible by 16; without it, loads stay narrow
+        # what a launch finds for aligned memory and sizes divisible by 16; otherwise loads are narrow
         at = [i for i, value in enumerate(values) if not constant[i] and _aligned(value)]
         return Signature(
             types=dict(zip(names, types, strict=True)),
@@ -139,7 +139,7 @@ class Launch(NamedTuple):
 
 
 def launches(run: Callable[[], object]) -> list[Launch]:
-    """What ``run()`` would launch; nothing is, so its results are garbage. Only where kernels are born compiled."""
+    """What ``run()`` would launch; nothing is, so its results are garbage. Only without the interpreter."""
     recorded: list[Launch] = []
 
     class Recorder:
@@ -155,7 +155,7 @@ def launches(run: Callable[[], object]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.library, "wrap_triton", Recorder)
-        patch.setattr(backend, "triton_interprets", lambda: True)  # lets tensors on a CPU through
+        patch.setattr(backend, "triton_interprets", lambda: True)  # accepts CPU tensors
         run()
     return recorded
 
@@ -179,7 +179,7 @@ def ptx(launch: Launch, target: GPUTarget) -> str:
 
 
 def _compiled(launch: Launch, target: GPUTarget) -> Any:
-    if "NATIVE" in launch.arguments:  # what launchers ask the GPU, which is not there
+    if "NATIVE" in launch.arguments:  # answers the launchers' queries of the absent GPU
         native = target.backend == "cuda" and target.arch >= 89
         launch = launch._replace(arguments=launch.arguments | {"NATIVE": native})
     signature = launch.signature()

@@ -1,4 +1,4 @@
-"""Which memory tensors take: what is alive, and the largest that ever was, by watching every operation of torch."""
+"""Memory held by tensors, current and peak, tracked through every torch operation."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Inside the ``with`` block, the storages that operations make; those of tensors from before are not counted.
+    """Tracks storages created by operations in the ``with`` block; those of earlier tensors are not counted.
 
-    An operator of the house is one operation: what it allocates and frees inside is not seen.
+    A Megalith operator is one operation: what it allocates and frees internally is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.largest = 0  # bytes of the largest storage so far
-        self.peak = 0  # the most bytes that were alive after an operation
+        self.peak = 0  # the most bytes alive after any operation
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -32,5 +32,5 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def alive(self) -> int:
-        """Bytes of storages that something still holds."""
+        """Bytes of storages that are still referenced."""
         return sum(size for storage, size in self._made.values() if not storage.expired())

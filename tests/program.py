@@ -1,4 +1,4 @@
-"""Runs the program itself: in this process for its messages, or in a process of its own to be killed."""
+"""Runs the program: in this process for its messages, or in its own process to be killed."""
 
 import atexit
 import multiprocessing
@@ -25,7 +25,7 @@ from megalith.cli.main import main, run
 from tests.rank_pool import fork_context
 
 ROOT = Path(__file__).parent.parent
-MARK = "MEGALITH_TEST_PROGRAM"  # in the environment of a program's ranks, by which what is left of it is found
+MARK = "MEGALITH_TEST_PROGRAM"  # set in the environment of a program's ranks, to find leftover processes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def here(*arguments: object) -> Ended:
 class Program:
     """``megalith ARGUMENTS`` in a session of its own, one thread a rank, forked from the server of ``rank_pool``.
 
-    It is what a shell starts, without the seconds that imports take. The ranks of ``--nproc`` have a server of its own.
+    As started by a shell, but without the seconds that imports take. The ranks of ``--nproc`` have their own server.
     ``first`` are lines of Python that run before it, in the program and in each of its ranks. ``terminal`` is the path
     of the one that it is started from; else what it prints is kept.
     """
@@ -60,7 +60,7 @@ class Program:
         self.mark = uuid.uuid4().hex
         environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark}
         if first:
-            # the server of the ranks, and not Python's own tracker of resources beside it
+            # the server of the ranks, not Python's resource tracker
             script = ["import sys", "if any('forkserver' in word for word in sys.orig_argv):"]
             (folder / "sitecustomize.py").write_text("\n".join([*script, *(f"    {line}" for line in first)]))
             environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -85,7 +85,7 @@ class Program:
         return self._err.read_text()
 
     def ended(self, timeout: float = 120) -> "Ended":
-        """What became of it."""
+        """How it ended."""
         self._process.join(timeout)
         assert self.code is not None, f"it runs on after {timeout} s"
         return Ended(self.code, *(path.read_text() if path.is_file() else "" for path in (self._out, self._err)))
@@ -101,7 +101,7 @@ def _be_program(arguments: list[str], environment: dict[str, str], first: str, o
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    exec(first, {})  # one namespace, in which its functions find its names
+    exec(first, {})  # one namespace, so that its functions find its names
     sys.argv = ["megalith", *arguments]
     main()
 
@@ -116,7 +116,7 @@ def _end_with_the_test() -> None:
 def start(*arguments: object, first: Sequence[str] = (), terminal: str | None = None) -> Program:
     """``megalith ARGUMENTS`` as a process. With ``--nproc`` it takes seconds: where ``here`` will do, use it.
 
-    A rank of the pool (tests/rank_pool.py) that runs ``here`` is a rank that torchrun has started.
+    A rank of the pool (tests/rank_pool.py) that runs ``here`` acts like a rank started by torchrun.
     """
     return Program(*arguments, first=first, terminal=terminal)
 
@@ -129,12 +129,12 @@ def processes_marked(mark: str) -> list[int]:
             if f"{MARK}={mark}".encode() in environment.read_bytes() and runs(int(environment.parent.name)):
                 found.append(int(environment.parent.name))
         except OSError:
-            continue  # ended meanwhile, or another user's
+            continue  # ended in the meantime, or belongs to another user
     return found
 
 
 def runs(pid: int) -> bool:
-    """Whether a process has not ended, or not in all of its threads, which hold its locks to the last."""
+    """Whether a process, or any of its threads, still runs; locks are held until the last thread ends."""
     folder = Path(f"/proc/{pid}")
     try:
         return b"\nState:\tZ" not in (folder / "status").read_bytes() or len(os.listdir(folder / "task")) > 1

@@ -1,4 +1,4 @@
-"""Which parameters of an expensive test `make test` runs: the fewest that show everything once; the rest is slow."""
+"""Which parameters of an expensive test `make test` runs: few that cover everything once; the rest are slow."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ def each_value(candidate: tuple[Any, ...]) -> set[Hashable]:
 
 
 def sampled(candidates: Sequence[tuple[Any, ...]], shows: Callable[[Any], set[Hashable]] = each_value) -> list[Any]:
-    """``candidates`` as parameters of a test, those that are not in their ``cover`` slow."""
+    """``candidates`` as parameters of a test; those outside their ``cover`` are slow."""
     kept = cover(candidates, shows)
     return [
         pytest.param(*one, id="-".join(map(str, one)), marks=[] if one in kept else [pytest.mark.slow])
@@ -25,7 +25,7 @@ def sampled(candidates: Sequence[tuple[Any, ...]], shows: Callable[[Any], set[Ha
 
 
 def cover(candidates: Sequence[T], shows: Callable[[T], set[Hashable]]) -> list[T]:
-    """Candidates that together show all that any of them shows: again and again the one that adds most.
+    """A greedy cover: candidates that together show everything any of them shows, each adding the most.
 
     The first of equals is taken, so the sample is the same everywhere, and a candidate that shows something new brings
     its own sample with it.

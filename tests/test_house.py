@@ -1,4 +1,4 @@
-"""Rules that hold for every file, checked by reading the tree; import-linter checks the levels, ruff the rest."""
+"""Rules for every source file, checked on the syntax trees; import-linter checks the layers, ruff the rest."""
 
 import ast
 import functools
@@ -17,7 +17,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 # file:function -> why it is longer than 60 lines; never over 100
 LONG_FUNCTIONS: dict[str, str] = {}
-# file:name -> why it may change while the program runs
+# file:name -> why it may change at run time
 GLOBAL_STATE = {
     "src/megalith/acceleration/replay.py:_current": "what is recorded, in the thread that records it",
     "src/megalith/config/layout_rules.py:_other_layouts": "remembers a formula that many suggestions ask for",
@@ -40,12 +40,12 @@ GLOBAL_STATE = {
     "src/megalith/torch_compat.py:distributed_c10d": "how torch names a process group, while it makes one",
     "src/megalith/topology/current_state.py:_current": "the one named context, for accessors of users' scripts",
 }
-# __init__ file:what -> why it is more than a docstring, imports and __all__
+# __init__ file:name -> why it has more than a docstring, imports and __all__
 CODE_IN_INIT = {
     "src/megalith/__init__.py:__version__": "the build reads it from there",
     "src/megalith/fusions/core/kernels/__init__.py:Expr": "says how to install triton before a kernel file fails",
 }
-# what imports no torch, so that commands answer at once and data can be prepared on a machine without it
+# modules that do not import torch, so that commands start fast and data can be prepared without it
 WITHOUT_TORCH = [
     "megalith.cli.main",
     "megalith.config",
@@ -102,7 +102,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
-        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):  # no expression holds a definition
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):  # no expression contains a definition
             yield from functions(node)
 
 
@@ -121,7 +121,7 @@ def test_no_function_is_longer_than_60_lines():
     lengths = {
         f"{name_of(file)}:{function.name}": function.end_lineno - function.lineno + 1
         for file in tracked(".py")
-        # trees that are kept are walked by the garbage collector again and again
+        # the garbage collector would traverse cached trees again and again
         for function in functions(ast.parse(file.read_text(encoding="utf-8")))
     }
     long = {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION}
@@ -189,7 +189,7 @@ def test_init_files_hold_a_docstring_imports_and_all():
 
 
 def bound_names(tree: ast.Module) -> set[str]:
-    """What a module binds at its top level, by assignment or import."""
+    """The names a module binds at its top level, by assignment or import."""
     names = set()
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
@@ -204,7 +204,7 @@ def stores(node: ast.AST) -> bool:
 
 
 def written_through(node: ast.AST) -> ast.AST | None:
-    """What a statement writes to by index, by attribute, or by a method that changes it."""
+    """The names a statement modifies by index, by attribute, or by a mutating method."""
     if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
         return node.value
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
@@ -213,7 +213,7 @@ def written_through(node: ast.AST) -> ast.AST | None:
 
 
 def changed_state(tree: ast.Module) -> set[str]:
-    """Names of a module's top level that its functions write to, and functions that remember results."""
+    """Top-level names of a module that its functions modify, and functions that cache results."""
     found = set()
     for function in functions(tree):
         nodes = list(ast.walk(function))

@@ -1,4 +1,4 @@
-"""input_file: what a path leads to is known before it is opened."""
+"""input_file: the kind of file is known before it is opened."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""packed_seq_params: borders from lengths and from documents, what follows from them, and every wrong border."""
+"""packed_seq_params: boundaries from lengths and from documents, derived values, and every wrong boundary."""
 
 import copy
 import pickle
@@ -133,7 +133,7 @@ def test_documents_are_cut_off_at_the_ends_of_a_range_of_columns(start, stop):
 
 def test_moving_keeps_the_rows_and_asks_the_device_for_nothing(monkeypatch):
     params = PackedSeqParams.from_lengths([[3, 1], [4]])
-    monkeypatch.setattr(torch.Tensor, "tolist", None)  # what would wait for a device
+    monkeypatch.setattr(torch.Tensor, "tolist", None)  # operations that would wait for a device
     monkeypatch.setattr(torch.Tensor, "item", None)
     moved = params.to("meta")
     assert moved.rows() == params.rows()

@@ -1,4 +1,4 @@
-"""The sample of `make test`: everything is shown once, by few, and the same few every time."""
+"""The sample for `make test`: few parameters cover everything once, and always the same ones."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""torch_compat: the names that differ between torch 2.11 and 2.13, and that ours are silent on either."""
+"""torch_compat: names that differ between torch 2.11 and 2.13; ours give no warnings on either."""
 
 import inspect
 import warnings

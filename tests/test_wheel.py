@@ -1,4 +1,4 @@
-"""The wheel: one for all machines, with its recipes and style sheet, and it needs no compiler."""
+"""The wheel: one for all machines, with recipes and style sheet, built without a compiler."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Sentences, a tokenizer with BERT's and T5's special tokens, and settings of an encoder that reads them."""
+"""Sentences, a tokenizer with BERT's and T5's special tokens, and settings of an encoder for them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs small enough for tests: a dataset of a prime vocabulary, models of both shapes, and settings over them."""
+"""Runs small enough for tests: a dataset with a prime vocabulary, models of both shapes, and settings for them."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def settings(folder: Path, **groups: Any) -> dict[str, Any]:
         "model": dict(LLAMA),
         "data": {"train": str(prefix), "seq_length": SEQ, "eod_mask_loss": True},
         "train": {"steps": 4, "global_batch_size": 8, "micro_batch_size": 2},
-        # AdamW divides a gradient that is zero but for its last bit by eps: a higher rate would make that noise visible
+        # AdamW divides a gradient that is zero up to rounding by eps: a higher rate would make that noise visible
         "optim": {"lr": 1e-3, "schedule": "constant", "clip_norm": 0.5},
         "precision": {"dtype": "float64"},
         "run": str(folder / "run"),

@@ -1,4 +1,4 @@
-"""called_whole: what a replay calls again as a whole, with its side effects; where it cannot know, Python runs."""
+"""called_whole: functions that a replay calls as a whole, with their side effects; if it cannot know, Python runs."""
 
 import copy
 from collections import OrderedDict, deque
@@ -13,7 +13,7 @@ from tests.acceleration.test_replay import called, drawn
 
 
 class Counter:
-    """Something that changes from call to call."""
+    """A value that changes from call to call."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -38,7 +38,7 @@ def test_what_is_called_whole_is_called_as_it_is_where_nothing_is_recorded():
 
 
 class Pair(NamedTuple):
-    """A record of an input and what was made of it."""
+    """A record of an input and its result."""
 
     x: Tensor
     twice: Tensor

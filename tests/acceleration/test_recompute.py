@@ -1,4 +1,4 @@
-"""recompute: the same bits, computed twice, with nothing kept but the inputs."""
+"""recompute: bitwise the same results, computed twice, with only the inputs saved."""
 
 import copy
 
@@ -21,7 +21,7 @@ def test_it_runs_the_function_again_in_backward_and_changes_no_bit():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         y = recompute(function, x, 3.0)
     assert len(calls) == 1
-    (only,) = (tensor for tensor in kept if tensor.numel())  # torch before 2.13 keeps an empty one too
+    (only,) = (tensor for tensor in kept if tensor.numel())  # torch before 2.13 also keeps an empty one
     assert only is x
     (dx,) = torch.autograd.grad(y.sum(), x)
     assert len(calls) == 2

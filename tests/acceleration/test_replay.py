@@ -1,4 +1,4 @@
-"""replay: after two calls torch alone is called, and gives what Python gives; where it cannot be, Python is called."""
+"""replay: after two calls, only torch is called, with the same results; where that is impossible, Python is called."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,7 +37,7 @@ def linear_and_more(x: Tensor, y: Tensor) -> Tensor:
     wide = torch.nn.functional.linear(x, WEIGHT)  # a weight from outside
     first, second = wide.chunk(2, dim=-1)  # several results
     out = torch.empty(first.shape)
-    torch.mul(first, y[:, :2], out=out).addcmul_(second, y[:, 2:], value=-2.0)  # memory that is written
+    torch.mul(first, y[:, :2], out=out).addcmul_(second, y[:, 2:], value=-2.0)  # memory that is written to
     return torch.cat((out, first.square(), second.t().t()), dim=-1).to(torch.float32)
 
 
@@ -168,7 +168,7 @@ def growing_rows() -> Callable[[Tensor], Tensor]:
 
 def fresh_memory() -> Callable[[Tensor], Tensor]:
     steps = iter(range(100))
-    return lambda x: x + torch.from_numpy(np.full(3, next(steps), np.float32))  # not a call that torch tells of
+    return lambda x: x + torch.from_numpy(np.full(3, next(steps), np.float32))  # not a call that torch reports
 
 
 def other_functions() -> Callable[[Tensor], Tensor]:
@@ -205,7 +205,7 @@ def test_inputs_of_other_shapes_fall_back_to_python():
         lambda x: torch.where(x > 0, x, -x),
         lambda x: x.tensor_split([1, 2])[1],
         lambda x: torch.cat([*x.split(1)[::2], x.unsqueeze(0)[..., 1]]),
-        lambda x: torch.empty(3).random_(**{"from": 2, "to": 3}) * x,  # a name that is a word of Python
+        lambda x: torch.empty(3).random_(**{"from": 2, "to": 3}) * x,  # a name that is a Python keyword
     ],
 )
 def test_places_and_numbers_are_no_values(function):
@@ -217,7 +217,7 @@ def test_places_and_numbers_are_no_values(function):
 
 
 class Subclass(torch.Tensor):
-    """A tensor that is another one to torch."""
+    """A tensor that torch treats as a different one."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""replay: a view that is taken twice is taken once, and what only looks like one is left as it is."""
+"""replay: repeated views are taken once, and calls that only look like views are left alone."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.acceleration.test_replay import PLACES, called, drawn
 
 
 class Counting(TorchFunctionMode):
-    """Names the calls of torch that it sees."""
+    """Records the names of the torch calls that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def views_by_keyword(x: Tensor) -> Tensor:
 
 @called_whole
 def expand(x: Tensor) -> Tensor:
-    """Named as a view, and none."""
+    """Has the name of a view, but is not one."""
     return x + 0.0
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of recipes bert-tiny and classification-tiny: what is known of the passages without a model."""
+"""The benchmark of recipes bert-tiny and classification-tiny: its baselines without a model."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The clock on a GPU, shown on a device that is played: it works in order, behind a host that takes time to launch."""
+"""The GPU clock, on a simulated device that works in order, behind a host that takes time to launch."""
 
 from types import SimpleNamespace
 
@@ -8,11 +8,11 @@ from benchmarks.fusions import clock
 from benchmarks.fusions.clock import Clock
 
 _CYCLES_PER_SECOND = 1e9
-_WRITE_BACK = 3e-5  # seconds that a dirty cache adds to the work that follows
+_WRITE_BACK = 3e-5  # seconds that a dirty cache adds to the next work
 
 
 class Played:
-    """Time of the host, and when the device will be done with what it was given."""
+    """The host's time, and when the device will have finished its queue."""
 
     def __init__(self) -> None:
         self.now = self.done = 0.0
@@ -75,7 +75,7 @@ def test_a_call_that_waits_for_the_device_is_timed_with_its_wait(played):
 
 
 def test_of_several_calls_the_median_counts(played):
-    seconds = iter([1e-5, 9e-5, 2e-5, 3e-5])  # the first is launched to see how long that takes
+    seconds = iter([1e-5, 9e-5, 2e-5, 3e-5])  # the first call measures the launch time
 
     def work() -> None:
         played.launch(1e-6, next(seconds))

@@ -1,4 +1,4 @@
-"""benchmarks/experts at its tiny size: everybody passes the gate, and a token to the next expert is found out."""
+"""benchmarks/experts at its tiny size: all contenders pass the check, and a token sent to the wrong expert fails it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page of each fused operation says what was measured last, and no operation is without one."""
+"""The page of each fused operation has the latest measurements, and every operation has a page."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of fused operations: right before fast, ratios within rounds, a row for every operation."""
+"""The benchmark of fused operations: correctness before speed, ratios within rounds, a row for every operation."""
 
 from collections.abc import Callable
 from functools import partial
@@ -68,7 +68,7 @@ def test_a_contender_far_behind_runs_in_a_few_rounds_only(doubling, monkeypatch)
     assert [len(figures[name].both) for name in figures] == [5, 3, 5]
 
 
-@pytest.mark.parametrize("num_calls", [5, 9])  # it fails when it is first timed, and in the rounds
+@pytest.mark.parametrize("num_calls", [5, 9])  # fails when first timed, and in the rounds
 def test_a_contender_that_fails_while_it_is_timed_costs_its_own_numbers_only(num_calls, doubling, monkeypatch):
     called = []
 

@@ -1,4 +1,4 @@
-"""benchmarks/fusions/step at its tiny size: whoever has fusions put in computes what it computed before."""
+"""benchmarks/fusions/step at its tiny size: models compute the same with fusions inserted."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +29,7 @@ def figures():
         patch.setattr(step, "memory_of", lambda *_: None)
         before = modeling_llama.LlamaRMSNorm.forward
         found = measure_steps(QUICK, "cpu", 1)
-        assert modeling_llama.LlamaRMSNorm.forward is before  # the lines of the page change a copy
+        assert modeling_llama.LlamaRMSNorm.forward is before  # the page's code changes a copy
     return found
 
 
@@ -37,7 +37,7 @@ def test_every_contender_runs_and_has_the_loss_of_the_base(figures):
     running = {name: one for name, one in figures.items() if name not in SLOW_TO_BUILD}
     assert {name: one.failure for name, one in running.items()} == dict.fromkeys(running)
     for name, one in running.items():
-        # the lines of the page leave out the last of 64 tokens
+        # the page's code omits the last of 64 tokens
         tolerance = 1e-2 if name == "Hugging Face + megalith.fusions" else 1e-5
         assert one.loss == pytest.approx(figures[BASE].loss, abs=tolerance), name
     assert "| Plain torch + megalith.fusions |" in as_markdown(figures, QUICK)
@@ -56,7 +56,7 @@ def test_gradients_of_the_plain_llama_are_the_same_with_fusions():
 
 def test_a_waterfall_has_every_operator_once_and_what_is_left_of_the_step():
     x = torch.ones(64, 64)
-    optimizer = torch.optim.SGD([x])  # whose step is a span, and no operator
+    optimizer = torch.optim.SGD([x])  # its step is a span, not an operator
 
     def step() -> None:
         (x @ x).relu()

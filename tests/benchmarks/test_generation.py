@@ -1,4 +1,4 @@
-"""benchmarks/generation at its tiny size: both sides draw the reference's texts, and another text is found out."""
+"""benchmarks/generation at its tiny size: both sides match the reference's texts, and a different text is detected."""
 
 import pytest
 import torch

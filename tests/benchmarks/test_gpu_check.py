@@ -1,4 +1,4 @@
-"""``make gpu-check`` in full at tiny sizes in the interpreter; deadlines, failures, and what its record says."""
+"""All of ``make gpu-check`` at tiny sizes in the interpreter; deadlines, failures, and its record."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ from benchmarks.restartable import _IMPORTED
 from tests.fusions.harness import Case, first_of_each_operation
 from tests.kernel_reports import in_interpreter
 
-COMMANDS = {"tests", "train", "step", "experts", "peers"}  # parts that start a program each, which takes seconds
+COMMANDS = {"tests", "train", "step", "experts", "peers"}  # parts that start a program, which takes seconds
 
 
 @in_interpreter
@@ -153,7 +153,7 @@ def test_without_a_gpu_only_the_tiny_form_runs(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize(("kernels", "torchs", "as_far"), [(1e-7, 1e-5, 0), (1e-5, 8e-6, 2), (1e-5, 1e-6, None)])
 def test_a_kernel_beyond_what_is_allowed_may_be_as_far_off_as_plain_torch(kernels, torchs, as_far, monkeypatch):
-    """A result and a gradient that are off by so much of themselves, in float32."""
+    """A result and a gradient with these relative errors, in float32."""
     off = {"triton": kernels, "reference": torchs}
     (fusion, *_) = (case.fusion for case in first_of_each_operation())
     case = Case(

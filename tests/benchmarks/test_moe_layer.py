@@ -1,4 +1,4 @@
-"""benchmarks/moe_layer at its tiny size, on whatever device there is: every contender is right and timed."""
+"""benchmarks/moe_layer at its tiny size, on any device: every contender is correct and timed."""
 
 import pytest
 import torch

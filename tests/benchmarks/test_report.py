@@ -1,4 +1,4 @@
-"""benchmarks/report: what a reader sees of good rounds, of none, and of a contender that has no figures."""
+"""benchmarks/report: the page for good rounds, for none, and for a contender without figures."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Items in a process of their own: one that fails, ends its process or hangs costs its own line."""
+"""Items in a child process: one that fails, ends its process or hangs loses only its own line."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def test_an_item_that_fails_or_ends_its_process_costs_its_own_line_and_another_p
 
 
 def test_an_item_that_hangs_is_ended_and_what_no_time_is_left_for_is_named():
-    lines(["is"])  # starts what processes are forked from, which takes longer
+    lines(["is"])  # starts the fork server, which takes longer
     found = lines(["is", "hangs", "is"], limit=3.0)
     assert [line.get("failure") for line in found] == [None, "not done within 3 s", None]
     found = lines(["is", "hangs", "is"], deadline=time.monotonic() + 2.0)

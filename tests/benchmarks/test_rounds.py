@@ -1,4 +1,4 @@
-"""benchmarks/rounds: which rounds count, and what is said of them."""
+"""benchmarks/rounds: which rounds count, and their statistics."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""benchmarks/step at its tiny size: both sides pass the gate, and who cannot run says why."""
+"""benchmarks/step at its tiny size: both sides pass the check, and a contender that cannot run says why."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ OURS, BASE = "Megalith, float32", "Hugging Face, bfloat16"
 
 
 class WorkerHere:
-    """A worker's commands in this process, which has imported already what each of five processes would import."""
+    """A worker's commands in this process, which saves the imports of five processes."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:

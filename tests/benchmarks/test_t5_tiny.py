@@ -1,4 +1,4 @@
-"""The benchmark of recipe t5-tiny: texts with what was missing in them, as guessing from counts wants them."""
+"""The benchmark of recipe t5-tiny: texts with their missing tokens filled in, for predictions from counts."""
 
 import numpy as np
 

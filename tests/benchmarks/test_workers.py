@@ -1,4 +1,4 @@
-"""benchmarks/workers: a child process that answers, fails, dies or hangs costs its parent one clear line."""
+"""benchmarks/workers: a child process that fails, dies or hangs gives its parent one clear line."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A set of tensors that a model and its optimizer hold, in any layout of a (replicate, shard, tp) mesh."""
+"""Tensors like those of a model and its optimizer, in any layout of a (replicate, shard, tp) mesh."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def full_tensors(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, (shape, dtype, _, _) in TENSORS.items():
-        # bits of any kind, NaN among them: a checkpoint must not look at values
+        # arbitrary bits, including NaN: a checkpoint must not depend on values
         bits = torch.randint(256, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8)
         tensors[name] = (bits & 1 if dtype == torch.bool else bits).view(dtype).reshape(shape)
     tensors[PLAIN] = torch.tensor(seed + 2**40)
@@ -51,7 +51,7 @@ def in_layout(full: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     tensors = {PLAIN: full[PLAIN].clone()}
     for name, (_, _, shard_dim, tp_dim) in TENSORS.items():
         placements = [Replicate(), *(Replicate() if dim is None else Shard(dim) for dim in (shard_dim, tp_dim))]
-        # each rank cuts its own part: nothing is sent, so no collective can change a bit
+        # each rank slices its own part: nothing is sent, so no collective can change a bit
         tensors[name] = distribute_tensor(full[name], mesh_of(layout), placements, src_data_rank=None)
     return tensors
 

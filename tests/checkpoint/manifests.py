@@ -1,4 +1,4 @@
-"""What a forger would do: files of a checkpoint changed, with a manifest that is right about every one of them."""
+"""Forged checkpoints: files are changed, and the manifest is updated to match."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ __all__ = ["list_in_manifest", "replace_listed"]
 
 
 def list_in_manifest(checkpoint: Path) -> None:
-    """Writes a manifest of all files that lie in ``checkpoint``."""
+    """Writes a manifest of all files in ``checkpoint``."""
     names = [path.name for path in checkpoint.iterdir() if path.name != MANIFEST]
     records = {name: record_of([(checkpoint / name).read_bytes()]) for name in names}
     (checkpoint / MANIFEST).write_bytes(manifest_of(records))

@@ -1,4 +1,4 @@
-"""Boxes are where torch puts the parts of a DTensor."""
+"""Boxes match the parts of a DTensor as torch places them."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def test_two_mesh_dimensions_on_one_tensor_dimension_give_the_part_that_is_held(
 def outside_the_mesh() -> tuple[int, ...]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))["tp"]
     first = torch.distributed.get_rank() < 2
-    # without groups: ranks that have made different numbers of them cannot agree on the name of the next
+    # without groups: ranks that created different numbers of them cannot agree on the name of the next
     other = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1], _init_backend=False)
     tensor = DTensor.from_local(torch.ones(1 if first else 0, 2), other, [Shard(0)], shape=(2, 2), stride=(2, 1))
     inside = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)], src_data_rank=None)
@@ -75,7 +75,7 @@ def test_overlaps_and_places():
     assert both.slices_in(saved) == (slice(3, 4), slice(0, 2))
     assert both.slices_in(wanted) == (slice(0, 1), slice(2, 4))
     assert saved.overlap(Box(((4, 9), (2, 6)))) is None
-    assert Box(()).overlap(Box(())) == Box(())  # a scalar has one element, and it is all of it
+    assert Box(()).overlap(Box(())) == Box(())  # a scalar has exactly one element
     assert Box(()).num_elements == 1
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest, which stay, and where a damaged one goes."""
+"""Which checkpoint is the newest, which are kept, and where a damaged one goes."""
 
 import errno
 import os
@@ -54,7 +54,7 @@ def test_an_incomplete_newer_one_is_passed_over_with_a_warning(tmp_path, caplog,
     assert find_checkpoint(tmp_path) == whole
     passed_over = f"skipping {tmp_path / 'step-00000002'}: it is not a complete checkpoint"
     assert caplog.text.count(passed_over) == 1
-    save(tmp_path, 3, keep_last=1)  # looks for old ones too, and does not tell it again
+    save(tmp_path, 3, keep_last=1)  # also looks for old ones, and does not report it again
     assert find_checkpoint(tmp_path, but_not=["step-00000003"]) is None
     assert caplog.text.count(passed_over) == 2
     assert find_checkpoint(tmp_path, but_not=["step-00000003", "step-00000001"]) is None
@@ -115,7 +115,7 @@ def test_best_names_no_checkpoint_that_a_save_without_a_best_one_has_removed(tmp
     save(tmp_path, 2, keep_last=1)
     assert steps(tmp_path) == ["step-00000002"]
     assert not (tmp_path / "best").exists()
-    (tmp_path / "best").mkdir()  # which is no file to remove
+    (tmp_path / "best").mkdir()  # not a file that can be removed
     save(tmp_path, 3)
     assert "step-00000003 is saved, but cannot remove" in caplog.text
 

@@ -1,4 +1,4 @@
-"""kill -9 while saving: a complete checkpoint is always found, and never an older one than the last that was saved."""
+"""kill -9 while saving: a complete checkpoint is always found, and it is never older than the last one saved."""
 
 import itertools
 import multiprocessing
@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.checkpoint import find_checkpoint, load_tensors, read_state, save_checkpoint, verify_checkpoint
 
-SIZE = 100_003  # about a megabyte, so that a kill also falls into the middle of writing
+SIZE = 100_003  # about a megabyte, so that some kills happen in the middle of writing
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pytest", "torch.distributed.tensor", "torch.distributed.fsdp"])
 
@@ -98,12 +98,12 @@ def test_a_kill_at_a_random_moment_of_saving_loses_nothing_that_was_saved(tmp_pa
     for rank in victims:
         os.kill(processes[rank].pid, signal.SIGKILL)
     for process in processes:
-        process.join(60)  # a rank whose peer died ends too: gloo sees the closed connection
+        process.join(60)  # a rank whose peer died exits too: gloo sees the closed connection
         assert process.exitcode not in (None, 0)
     saved = max(map(last_of, reports))
     folder = tmp_path / "checkpoints"
     found = newest_is_sound(folder)
-    assert found in (saved, saved + 1)  # it may have died after publishing and before saying so
+    assert found in (saved, saved + 1)  # it may have died between publishing and reporting it
     save(folder, found + 1)
     assert newest_is_sound(folder) == found + 1
     assert not list(folder.glob(".*"))
@@ -147,7 +147,7 @@ def test_a_kill_before_any_use_of_the_file_system_leaves_the_old_or_the_new(tmp_
     assert process.exitcode == 0
     folders = [tmp_path / str(number) for number in range(1, len(list(tmp_path.iterdir())) + 1)]
     found = [newest_is_sound(folder) for folder in folders]
-    assert found == sorted(found)  # once the new one is found, it stays found
+    assert found == sorted(found)  # once the new one is found, it is found from then on
     assert found[0] == 1
     assert found[-2] == 2
     assert len(found) > 20

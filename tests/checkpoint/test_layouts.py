@@ -1,4 +1,4 @@
-"""Any layout writes, any layout reads, bit for bit; each element is stored once."""
+"""Any layout reads what any layout wrote, bit for bit; each element is stored once."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Loading is strict: what does not fit is named, all of it at once, and nothing has changed."""
+"""Loading is strict: all mismatches are reported at once, and nothing is changed."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The code of docs/checkpoints.md reads what any layout wrote, with nothing of ours."""
+"""The code of docs/checkpoints.md reads what any layout wrote, without Megalith."""
 
 import re
 import subprocess

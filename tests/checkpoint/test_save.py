@@ -1,4 +1,4 @@
-"""Saving: the files by hand, their order on the way to the disk, and failures that lose nothing."""
+"""Saving: the expected files, the order in which they reach the disk, and failures that lose nothing."""
 
 import errno
 import json
@@ -92,7 +92,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_both_and_loses_nothing(tmp_path)
     )
     assert "shard-00001-of-00002.safetensors: File too large; raise the file size limit" in errors[0]
     assert content_of(tmp_path) == before
-    assert ranks(2, save_sharded, tmp_path, 2, 100_000) == ["saved"] * 2  # and with room it goes on
+    assert ranks(2, save_sharded, tmp_path, 2, 100_000) == ["saved"] * 2  # and with disk space it continues
 
 
 def raise_on_rank_1(folder: Path) -> str:
@@ -111,7 +111,7 @@ def test_ranks_that_disagree_about_a_plain_tensor_are_refused(tmp_path):
 
 
 def save_on_a_disk_of_its_own(folder: Path) -> str:
-    """Rank 1's file arrives where rank 0 does not see it."""
+    """Rank 1 writes its file where rank 0 does not see it."""
 
     def write(staged, name, tensors, read):
         return write_shard(LocalStore(folder) if dist.get_rank() == 1 else staged, name, tensors, read)

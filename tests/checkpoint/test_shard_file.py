@@ -1,4 +1,4 @@
-"""Our files are safetensors files: by the format's text, and by its own library."""
+"""Our files are valid safetensors files, according to the specification and to its library."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""checkpoint/stored_tensors: parts of tensors that lie in their files transposed or packed; tensors written in turn."""
+"""checkpoint/stored_tensors: parts of tensors that are stored transposed or packed; tensors written one by one."""
 
 import weakref
 

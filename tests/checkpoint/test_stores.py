@@ -1,4 +1,4 @@
-"""A store that cannot rename holds checkpoints as a file system does; nothing in the product knows this one."""
+"""A store without rename holds checkpoints as a file system does; Megalith has no code specific to it."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Nothing is loaded that is not, to the byte, what was saved; and nothing is ever unpickled."""
+"""Nothing is loaded unless it matches the saved bytes exactly, and nothing is ever unpickled."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ def checkpoint(tmp_path):
 
 
 class Trap:
-    """Unpickling it makes a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -99,7 +99,7 @@ def test_a_pickle_that_the_manifest_lists_is_refused_by_name(checkpoint, tmp_pat
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_a_pickle_that_the_manifest_does_not_list_is_ignored_and_never_opened(checkpoint, tmp_path, name, monkeypatch):
-    """Refusing it would protect nobody, since no file is opened that is not listed; and it would damage the sound."""
+    """Refusing it would protect nobody, since unlisted files are never opened, and would reject valid checkpoints."""
     (checkpoint / name).write_bytes(pickle.dumps(Trap(tmp_path / "executed")))
     opened = files_opened_in(checkpoint, monkeypatch)
     into = torch.zeros(100)

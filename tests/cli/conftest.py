@@ -1,4 +1,4 @@
-"""Fixtures of more than one file here."""
+"""Fixtures shared by several files."""
 
 from tests.cli.trained_run import original
 

@@ -1,4 +1,4 @@
-"""What people get wrong with models of Hugging Face, as a table; and folders that somebody made to do harm."""
+"""A table of user mistakes with Hugging Face models; and malicious folders."""
 
 import json
 from collections.abc import Callable

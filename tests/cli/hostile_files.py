@@ -1,4 +1,4 @@
-"""Sound files of every kind that a command reads, what reads each of them, and ways to damage one."""
+"""Valid files of every kind that a command reads, the commands that read them, and ways to damage them."""
 
 import copy
 import gzip
@@ -98,7 +98,7 @@ class Reader:
     survives: frozenset[str] = field(default=frozenset())
 
 
-# what a report takes for a file that is not there
+# a report treats a missing file the same way
 NO_FILE = {
     *("a folder", "a FIFO", "a socket", "a link to itself", "a link to nothing"),
     *("a link to /dev/zero", "a link to /dev/full"),
@@ -153,7 +153,7 @@ def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 def _make_socket(path: Path) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as made:  # by way of the folder's descriptor: names of sockets are short
+    with socket.socket(socket.AF_UNIX) as made:  # through the folder's descriptor, because socket names must be short
         made.bind(f"/proc/self/fd/{folder}/{path.name}")
     os.close(folder)
 
@@ -163,7 +163,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "one byte": _cut(lambda _: 1),
     "cut in half": _cut(lambda size: size // 2),
     "last byte missing": _cut(lambda size: size - 1),
-    "3 GB": _cut(lambda _: 3 * _GIGABYTE),  # sparse: it takes no room on the disk
+    "3 GB": _cut(lambda _: 3 * _GIGABYTE),  # sparse: takes no disk space
     "zeros": _content(lambda content: bytes(len(content))),
     "random bytes": _content(lambda content: random.Random(0).randbytes(len(content))),
     "not UTF-8": _content(lambda content: b"\xff\xfe" + content),
@@ -181,7 +181,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a link to /dev/full": _instead(lambda path: path.symlink_to("/dev/full")),
 }
 
-# what stands for a leaf or a branch of JSON and YAML; numbers at the edges of what processors and Python count
+# replacements for a leaf or branch of JSON and YAML; numbers at the limits of processors and Python
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, -(10**30), 1.5, 1e308, float("inf"), float("nan")),
     *("", "x", "\0", "\ud800", "../../etc/passwd", "/dev/zero", "x" * 300),

@@ -1,4 +1,4 @@
-"""What people get wrong, as a table: the command, and what the message must say."""
+"""A table of user mistakes: the command, and what the message must say."""
 
 import hashlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""More of what people get wrong: values of single settings, arguments, paths, and what a launcher says."""
+"""More user mistakes: values of single settings, arguments, paths, and launcher variables."""
 
 import os
 from pathlib import Path
@@ -256,7 +256,7 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
 }
 
-# what another launcher, or a forgotten variable, says: (the variables, what the message must say)
+# variables of other launchers, or forgotten ones: (the variables, what the message must say)
 ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
     ({"RANK": "0"}, "WORLD_SIZE is not set"),
     ({"RANK": "", "WORLD_SIZE": "1"}, "RANK must be an integer of at least 0; got ''"),

@@ -1,4 +1,4 @@
-"""The console: what takes long is announced once, what is fast is not, and lines that nobody reads are dropped."""
+"""The console: slow work is announced once, fast work is not, and lines that nobody reads are dropped."""
 
 import contextlib
 import io
@@ -101,7 +101,7 @@ def test_a_result_that_cannot_be_written_is_one_message():
 
 
 def test_a_closed_standard_output_is_no_error():
-    found = megalith("train --dry-run >&-")  # a mistake, told on the other stream
+    found = megalith("train --dry-run >&-")  # an error, reported on the other stream
     assert (found.returncode, found.stderr.splitlines()[0][:16]) == (2, "error: give a re")
     assert megalith("recipes list >&-").returncode == 0
 

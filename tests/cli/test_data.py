@@ -1,4 +1,4 @@
-"""megalith data prepare: what a person sees, and the exit code."""
+"""megalith data prepare: its output and exit code."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""megalith eval: what it refuses, what it says while it works, and that no loss of nothing is printed."""
+"""megalith eval: what it refuses, its progress messages, and that it prints no loss over zero tokens."""
 
 import logging
 import shutil
@@ -61,7 +61,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_message_and_no_loss(name, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("megalith.training.inference.load_model", None)  # told before the model is loaded
+    monkeypatch.setattr("megalith.training.inference.load_model", None)  # reported before the model is loaded
     arguments, says = MISTAKES[name]
     found = here("eval", run, *arguments(tmp_path))
     assert (found.code, found.out) == (2, ""), found

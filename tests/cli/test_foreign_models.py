@@ -1,4 +1,4 @@
-"""megalith generate and megalith eval --choices on models of others as they are: what their own logits say."""
+"""megalith generate and megalith eval --choices on Hugging Face folders: results match the models' own logits."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""megalith generate: prompts from everywhere, several samples, text as it is drawn, and one message for a mistake."""
+"""megalith generate: all sources of prompts, several samples, streamed text, and one message per mistake."""
 
 import io
 import logging

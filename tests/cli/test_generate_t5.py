@@ -1,4 +1,4 @@
-"""megalith generate of a T5: what the decoder writes for a prompt, with its sentinels, of a run or of its export."""
+"""megalith generate for a T5: the decoder's output for a prompt, with sentinels, from a run or its export."""
 
 import logging
 from pathlib import Path
@@ -31,7 +31,7 @@ def trained(tree: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("t5")
-    # so large a rate that its answers are not all alike
+    # a large learning rate, so that its answers differ
     tree = t5_settings(folder / "text", train={"steps": 4}, optim={"lr": 0.03}, precision={"dtype": "float32"})
     ranks(1, trained, {**tree, "run": str(folder / "run")})
     return folder / "run"

@@ -1,6 +1,6 @@
-"""Whatever stands in a file that a command reads: exit code 2, one message, nothing changed, in little memory and time.
+"""Whatever an input file contains: exit code 2, one message, nothing changed, in little memory and time.
 
-Generated: every damage in every kind of file, and seeded flips of bits and other values in files of JSON and YAML.
+Generated: every kind of damage to every kind of file, and seeded changes of bits and of JSON and YAML values.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 
-# a text may be as large as it likes, and takes the time that it takes
+# a text may have any size, and take any time
 LEFT_OUT = {("text", "3 GB"), ("compressed lines", "3 GB")}
-# as text they are sound, if odd
+# as text they are valid, if odd
 LEFT_OUT |= {("text", damage) for damage in ("deep nesting", "deep objects", "5,000 digits")}
 PAIRS = [(name, damage) for name in READERS for damage in DAMAGES if (name, damage) not in LEFT_OUT]
 TREES = [name for name, reader in READERS.items() if reader.file.endswith((".json", ".yaml"))]

@@ -1,6 +1,6 @@
-"""Folders of Hugging Face that do not fit, or that somebody made to do harm: every family refuses each in one message.
+"""Hugging Face folders that do not fit or are malicious: every family refuses each with one message.
 
-Nothing is written, nothing is changed, and it takes little memory and time, whatever sizes the folder claims.
+Nothing is written or changed, and it takes little memory and time, whatever sizes the folder claims.
 """
 
 import json
@@ -46,7 +46,7 @@ GENERATION = "generation_config.json"
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A folder of each family in shards, made when it is first asked for."""
+    """A sharded folder of each family, created at first use."""
     made = tmp_path_factory.mktemp("sound")
 
     def folder(family):
@@ -154,7 +154,7 @@ def content(file, text):
 
 
 def long(file):
-    """Hundreds of megabytes; sparse, so that they take no room on the disk."""
+    """Hundreds of megabytes, as a sparse file that takes no disk space."""
 
     def damage(folder):
         (folder / file).touch()  # the folder of an encoder has no generation_config.json
@@ -164,7 +164,7 @@ def long(file):
 
 
 NESTED = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-# what is wrong: (how to make it so in a sound folder, what the message must say)
+# what is wrong: (how to break a valid folder, what the message must say)
 ATTACKS = {
     "an architecture that we do not have": (config(model_type="mamba"), "must have a model_type of llama, mistral"),
     "code for its architecture": (

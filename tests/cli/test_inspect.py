@@ -1,4 +1,4 @@
-"""megalith data inspect: what a person sees of a dataset, prepared here or written elsewhere."""
+"""megalith data inspect: its output for datasets prepared here or written elsewhere."""
 
 from pathlib import Path
 

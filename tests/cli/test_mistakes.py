@@ -1,4 +1,4 @@
-"""What people get wrong: each mistake is one message with the way out, exit code 2, and nothing changed on disk."""
+"""User mistakes: each gives one message that says what to do, exit code 2, and nothing changed on disk."""
 
 import re
 import resource
@@ -87,7 +87,7 @@ def train_as_a_program(*arguments: object) -> Ended:
 
 
 def train_on_ranks_of_the_pool(*arguments: object) -> Ended:
-    """The same without the seconds that a program takes to start: what each of its ranks runs."""
+    """The same without the start-up time of a program: runs what each of its ranks runs."""
     first, second = ranks(2, here, *arguments)
     return Ended(first.code if first.code == second.code else -1, first.out + second.out, first.err + second.err)
 

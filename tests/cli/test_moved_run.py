@@ -1,4 +1,4 @@
-"""A run's folder that was moved, with the data gone, used from another working folder."""
+"""A run's folder that was moved, without its data, used from another working directory."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""``megalith recipes``: what it names, shows and copies, and that a shell can complete it."""
+"""``megalith recipes``: what it lists, shows and copies, and shell completion."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""``megalith report``: the page at any time, while the run goes on too, and what stands in its way."""
+"""``megalith report``: the page at any time, also during the run, and errors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What answers at once: without torch, and without the settings where their names are not needed."""
+"""Commands that start fast: without torch, and without the settings if their names are not needed."""
 
 import json
 import subprocess

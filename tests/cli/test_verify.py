@@ -1,4 +1,4 @@
-"""megalith verify: from a recipe to a verdict and an exit code, in a folder in which it leaves nothing."""
+"""megalith verify: from a recipe to a verdict and an exit code; it leaves no files behind."""
 
 import os
 import signal

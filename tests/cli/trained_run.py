@@ -1,4 +1,4 @@
-"""A run of two steps on prepared text: trained once, then used from copies of its folder."""
+"""A two-step run on prepared text, trained once and then used through copies of its folder."""
 
 from dataclasses import dataclass
 from pathlib import Path

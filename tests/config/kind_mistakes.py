@@ -1,4 +1,4 @@
-"""Mistakes in what goes with which kind of model."""
+"""Settings that do not go with the kind of model."""
 
 from typing import Any
 

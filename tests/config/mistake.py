@@ -1,4 +1,4 @@
-"""One mistake in a run, and what is said of it."""
+"""One mistake in a run's settings, and the expected report."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""A valid run, and every kind of mistake that can be made in it."""
+"""A valid run, and every kind of mistake in its settings."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tests.config.mistake import Mistake
 from tests.config.moe_mistakes import MOE_MISTAKES
 from tests.config.option_mistakes import OPTION_MISTAKES
 
-# one GPT of each family: llama's defaults where nothing is said
+# one GPT per family, with llama's defaults
 VALID: dict[str, Any] = {
     "model": {"num_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_query_groups": 4},
     "data": {"train": "corpus", "seq_length": 64},

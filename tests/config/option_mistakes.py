@@ -1,4 +1,4 @@
-"""Mistakes in the options of a model, and in what is computed again."""
+"""Mistakes in the options of a model, and in recomputation."""
 
 from tests.config.mistake import Mistake
 
@@ -76,7 +76,7 @@ OPTION_MISTAKES = [
         r"model.mla.q_lora_rank \(30\) must be divisible by the 4 ranks of parallel.shard; use ",
         world_size=4,
     ),
-    # what is computed again
+    # recomputation
     Mistake(
         {"train.recompute": "selective", "train.recompute_modules": ["mlp", "core_attention"]},
         r"train.recompute_modules\[1\] must be 'core_attn', .*; got 'core_attention'; "

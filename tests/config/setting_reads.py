@@ -1,4 +1,4 @@
-"""Which fields of which settings groups a program reads, found by following types through its syntax trees.
+"""Finds the fields of settings groups that a program reads, by following types through its syntax trees.
 
 A value is a group if an annotation says so: of a parameter, a class's attribute, a function's result, a group's field.
 From there types follow assignments, also of several names at once, ``self.x = ...``, loops and comprehensions over

@@ -1,4 +1,4 @@
-"""Values of a nested tree by dotted name, at any depth."""
+"""Access to nested values by dotted name, at any depth."""
 
 import pytest
 

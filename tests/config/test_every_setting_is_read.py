@@ -1,4 +1,4 @@
-"""Every setting is read by the code that it is for, proven from the source: a setting that nothing reads is a slip."""
+"""Every setting is read by code that uses it, as shown by the source: an unread setting is a mistake."""
 
 import ast
 import functools
@@ -16,14 +16,14 @@ from tests.config.setting_reads import Program
 
 PACKAGE = Path(megalith.__file__).parent
 CONFIG = PACKAGE / "config"
-# to translate or to report a setting is not to put it to use
+# translating or reporting a setting is not using it
 REPORTS = {PACKAGE / "models" / "hf", PACKAGE / "insight", PACKAGE / "observe"}
 REPORTS |= {PACKAGE / "training" / "dry_run.py", PACKAGE / "training" / "about.py"}
 
 # every class of settings by the name of its place in the tree
 ALL: dict[str, type[SettingsGroup]] = {"": RunConfig, **GROUPS, "optim.overrides[]": ParamGroupOverride}
 
-# setting -> why it is read by nothing that the proof can see
+# setting -> why the analysis cannot see its reads
 NOT_SEEN = {
     "model.preset": "loading puts the fields that it stands for beside it",
     "experimental": "config.experimental.require asks any object that has it",
@@ -72,7 +72,7 @@ def test_a_setting_that_is_no_longer_read_is_found():
     assert unread(ALL, readers) == NOT_SEEN.keys() | forgotten
 
 
-# a name that nothing has, and two that are read through other groups
+# a name that does not exist, and two that are read through other groups
 @pytest.mark.parametrize(
     ("place", "name"),
     [(p, n) for p, group in ALL.items() for n in ("surplus", "num_layers", "eps") if n not in group.model_fields],

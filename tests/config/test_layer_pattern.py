@@ -1,4 +1,4 @@
-"""A pattern of layers is short, and says of every layer whether it has a property."""
+"""A layer pattern is a short description of which layers have a property."""
 
 import pytest
 from pydantic import TypeAdapter, ValidationError

@@ -1,4 +1,4 @@
-"""layout: every degree resolved, what is left of the world given to the last axis, wrong degrees refused."""
+"""layout: every degree is resolved, the last axis gets the remaining ranks, wrong degrees are refused."""
 
 import subprocess
 import sys

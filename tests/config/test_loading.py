@@ -1,4 +1,4 @@
-"""From files, recipes, mappings and overrides to a run's settings, and back."""
+"""Loading a run's settings from files, recipes, mappings and overrides, and writing them."""
 
 import copy
 import os
@@ -108,7 +108,7 @@ def test_overrides_take_numbers_lists_null_and_text():
         "run=2024",
         "data.valid = a=b",
         'optim.overrides=[{match: "*", wd_mult: 0}]',
-        "optim.lr=2e-4",  # the later one stands
+        "optim.lr=2e-4",  # the later one wins
     ]
     config = load_run(VALID | {"load": "elsewhere"}, changes)
     assert (config.optim.lr, config.optim.adamw.betas, config.train.steps) == (2e-4, (0.8, 0.9), 1000)

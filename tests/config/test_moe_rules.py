@@ -1,4 +1,4 @@
-"""moe_rules: a setting is refused as without effect where nothing can come of it, and not where something can."""
+"""moe_rules: a setting is refused as without effect exactly if it cannot change anything."""
 
 from collections.abc import Iterator
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Names of earlier versions: a file or command line that uses them gives the run that today's names give."""
+"""Setting names of earlier versions: files and command lines that use them give the same run as the current names."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megalith.errors import ConfigError
 from tests.config.mistakes import VALID, WSD
 
 PREVIOUS = Path(__file__).parent / "previous_version"
-# the files there, as the previous version wrote them, in today's spelling
+# the same files, written by the previous version, with the current names
 TODAY = {
     "gpt2-124m": ("gpt2-124m", ["data.train=x"]),
     "llama-28m": (

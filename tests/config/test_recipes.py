@@ -1,4 +1,4 @@
-"""What the package brings along: every recipe is valid, and every preset has its paper's number of parameters."""
+"""Shipped recipes and presets: every recipe is valid, and every preset has its paper's number of parameters."""
 
 import pytest
 

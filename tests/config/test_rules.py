@@ -1,4 +1,4 @@
-"""Every rule is broken once on purpose: the report names it, and nothing else."""
+"""Every rule is violated once on purpose: the report names that rule and no other."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The JSON Schema says what the loader takes."""
+"""The JSON Schema matches what the loader accepts."""
 
 from megalith.config import RunConfig, json_schema
 from megalith.config.settings_tree import GROUPS

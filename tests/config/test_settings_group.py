@@ -1,4 +1,4 @@
-"""A group of settings: frozen, strict, null means not set, nested where a part is optional."""
+"""A settings group: frozen, strict, null means not set, optional parts are nested groups."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""docs/settings.md is what the code says, and the code describes every field."""
+"""docs/settings.md matches the code, and the code describes every field."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def test_a_run_has_few_groups_of_few_fields_with_one_name_each():
     assert sizes.pop("model") <= 19  # the vocabulary of shapes is the field's own
     assert max(sizes.values()) <= 17
     leaves = [name.rpartition(".")[2] for name in FIELDS]
-    # these are clear beside the names of their groups
+    # these are clear next to their group's name
     assert {leaf for leaf in leaves if leaves.count(leaf) > 1} == {
         "decay_steps",
         "every",

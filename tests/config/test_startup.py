@@ -1,4 +1,4 @@
-"""Settings are there before torch is, with little imported and nothing read from disk but code."""
+"""Settings load without torch, with few imports, and read nothing from disk but code."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ before = set(sys.modules)
 import megalith.config
 print(json.dumps([sorted(set(sys.modules) - before), [path for path in opened if path.endswith(".yaml")]]))
 """
-# packages that settings are made with, and what those import
+# packages that settings use, and what those import
 PACKAGES = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "yaml"}
 
 

@@ -1,4 +1,4 @@
-"""Suggestions are fed back: each mends what it was made for and breaks nothing; one after the other they mend all."""
+"""Suggestions are applied: each fixes its violation and causes none, and one after another they fix all."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""A model's settings on their own, as layers take them."""
+"""A model's settings by themselves, as passed to layers."""
 
 import pytest
 

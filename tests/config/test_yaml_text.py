@@ -1,4 +1,4 @@
-"""YAML as the core schema of YAML 1.2.2 reads it, and back."""
+"""Reading and writing YAML with the core schema of YAML 1.2.2."""
 
 import math
 
@@ -14,7 +14,7 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) |
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
-# the rows of section 10.3.2 of the specification, and where YAML 1.1 reads otherwise
+# the rows of section 10.3.2 of the specification, and values that YAML 1.1 reads differently
 @pytest.mark.parametrize(
     ("text", "value"),
     [

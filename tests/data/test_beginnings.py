@@ -1,4 +1,4 @@
-"""What a text begins with: the post-processor's tokens, in prompts as transformers has them, and in documents."""
+"""Tokens at the beginning of a text: those of the post-processor, in prompts as in transformers, and in documents."""
 
 import json
 import pickle
@@ -93,10 +93,10 @@ def test_prompts_have_the_ids_that_transformers_gives_them(processor, tmp_path):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "t.json"))
     tokenizer = Tokenizer.load(tmp_path / "t.json")
     want = [theirs(prompt).input_ids for prompt in PROMPTS]
-    if processor is not None:  # a prompt that spells what it begins with gets it once; theirs has it twice
+    if processor is not None:  # a prompt that already spells out the beginning token gets it once; theirs has it twice
         want[1] = want[1][1:]
     assert tokenizer.encode_prompts(PROMPTS, special_tokens=True) == want
-    # and text stays text, unless it is asked for
+    # and text remains text, unless requested
     assert not {5, 6} & {id for ids in tokenizer.encode_prompts(PROMPTS) for id in ids}
     assert tokenizer.encode_batch(PROMPTS) == [ids[len(tokenizer.begin) :] for ids in tokenizer.encode_prompts(PROMPTS)]
 
@@ -118,7 +118,7 @@ def test_what_begins_and_ends_a_text_is_pickled_and_asks_for_rows():
 
 
 def bos_tokenizer(path):
-    """Bytes, and <s> in front of every text: the id of a byte, which is all that matters."""
+    """Bytes, and <s> before every text; its id is that of some byte."""
     made = json.loads(train_byte_level_bpe(["x"], 257)._content)
     made["post_processor"] = json.loads(BOS.__getstate__())
     made["post_processor"]["special_tokens"]["<s>"]["ids"] = [7]

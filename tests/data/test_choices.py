@@ -1,4 +1,4 @@
-"""Questions in a JSONL file: what is read, and that each malformed line is told by its number."""
+"""Questions in a JSONL file: what is read, and that a malformed line is reported by its number."""
 
 import pytest
 

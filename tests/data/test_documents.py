@@ -1,4 +1,4 @@
-"""documents: ranges of a file add up to the file, wherever they are cut; what is no text is refused by place."""
+"""documents: the ranges of a file add up to the file, wherever it is cut; non-text is refused with its position."""
 
 import gzip
 import json
@@ -165,6 +165,6 @@ def test_a_parquet_file_without_text_is_refused_by_place(table, tmp_path):
 
 
 def test_without_pyarrow_the_way_out_is_named(table, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # Python's own mark for "cannot be imported"
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # marks a module as not importable
     with pytest.raises(MissingDependencyError, match=r"pip install 'megalith\[parquet\]'"):
         texts(table)

@@ -1,4 +1,4 @@
-"""fill_in_the_middle: the published transformation within each document of a row, drawn by formula of the index."""
+"""fill_in_the_middle: the published transformation within each document of a row, drawn by the index."""
 
 import itertools
 import pickle
@@ -45,7 +45,7 @@ def parts_of(tokenizer, ids):
 
 
 class Scripted(Draws):
-    """Draws that give what they are told to."""
+    """Draws with given values."""
 
     def __init__(self, *found):
         self._found = list(found)
@@ -84,7 +84,7 @@ def test_what_begins_and_ends_a_document_stays_where_it_is():
 
 
 def test_a_document_that_is_not_drawn_keeps_its_tokens(tokenizer):
-    # "th" + "e", though the tokenizer would make one token of it: nothing is tokenized anew
+    # "th" + "e", although the tokenizer would merge them: nothing is tokenized again
     tokens = np.array([*tokenizer.encode("t"), *tokenizer.encode("he"), tokenizer.eod])
     found, _ = reordering(tokenizer, rate=0.5)(tokens, np.zeros_like(tokens), Scripted(0.51))
     assert found.tolist() == tokens.tolist()
@@ -168,7 +168,7 @@ def test_a_sample_depends_on_seed_and_index_alone(tokenizer, tmp_path):
     in_order = [dataset[index].tokens.tolist() for index in range(40)]
     backwards = pickle.loads(pickle.dumps(GPTDataset(prefix, 24, seed=1, fill_in_the_middle=found)))
     assert [backwards[index].tokens.tolist() for index in reversed(range(40))] == in_order[::-1]
-    # an epoch has 24 windows of the same text: they are cut anew in the next
+    # an epoch has 24 windows of the same text, which are cut differently in the next epoch
     other_seed = GPTDataset(prefix, 24, seed=2, fill_in_the_middle=found)
     assert [other_seed[index].tokens.tolist() for index in range(40)] != in_order
     drawn = {index: found.prefix in row for index, row in enumerate(in_order)}
@@ -236,7 +236,7 @@ def test_tokenizers_that_cannot_mark_or_join_parts_are_refused(tokenizer):
         reordering(plain)
     with pytest.raises(DataError, match=r"with the tokens <hole>; tokenizer.json has none"):
         reordering(tokenizer, suffix_token="<hole>")
-    # Llama 2's way: a space before every text, which decoding takes away from the first alone
+    # as Llama 2: a space before every text, which decoding removes from the first only
     alphabet = {character: id for id, character in enumerate("▁ontewhr\n")}
     made = tokenizers.Tokenizer(models.BPE(alphabet, []))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -1,4 +1,4 @@
-"""The name of a dataset's content: equal for equal documents wherever they lie, another for any other; cheap."""
+"""Dataset fingerprints: equal for equal documents, wherever they are stored, different for others, and cheap."""
 
 import hashlib
 

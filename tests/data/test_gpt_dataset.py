@@ -1,4 +1,4 @@
-"""gpt_dataset: every token once an epoch, a sample from its index alone, documents that end where they end."""
+"""gpt_dataset: every token once per epoch, samples computed from their index alone, correct document ends."""
 
 import itertools
 import os
@@ -110,7 +110,7 @@ def test_ten_billion_tokens_are_reached_at_once(tmp_path):
     found = []
     cost = effort(lambda: found.append(dataset[10**8]))  # in epoch 40
     assert found[0].tokens.sum() == 0
-    assert cost.lines < 2000  # nothing is walked: an epoch has 2.4 million windows
+    assert cost.lines < 2000  # nothing is traversed: an epoch has 2.4 million windows
     assert cost.peak_bytes < 1e6  # of which a sample is 86 thousand
 
 
@@ -123,7 +123,7 @@ def test_documents_are_numbered_and_end_where_the_file_or_an_eod_ends_them(tmp_p
     assert sample.loss_mask.tolist() == [True, True, False, True, False, False, True]
     assert sample.documents.dtype == np.int32
 
-    # without a sidecar, the file alone says
+    # without a sidecar, only the file says so
     prefix = write(tmp_path / "y", [[1, 2], [], [3, EOD], [4, 5, 6]])
     sample = EvaluationDataset(prefix, 6, mask_eod=True)[0]
     assert sample.documents.tolist() == [0, 0, 1, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""prepare --valid: a share above 0 holds a document out, the same one however the work is dealt."""
+"""prepare --valid: any fraction above 0 holds out a document, and the same ones however the work is split."""
 
 import pytest
 

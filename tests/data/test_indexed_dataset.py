@@ -1,4 +1,4 @@
-"""indexed_dataset: Megatron's format to the byte, and files that are whole or not there."""
+"""indexed_dataset: byte for byte Megatron's format, and files that are complete or absent."""
 
 import json
 import os
@@ -289,7 +289,7 @@ except StorageError as error:
 
 
 def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path):
-    # the kernel refuses the 100,001st byte of any file, as a full disk refuses the next
+    # the kernel refuses the 100,001st byte of any file, like a full disk
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path / "x")], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"cannot write {tmp_path / 'x.bin'}: File too large")

@@ -1,4 +1,4 @@
-"""Texts with a class each: what is read of two columns, kept beside the dataset, and given as samples."""
+"""Labelled texts: two columns are read, the classes are stored next to the dataset, and samples have both."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""loader: rows stand where the global batch has them, and reading ahead changes nothing but the time."""
+"""loader: rows have their positions in the global batch, and reading ahead changes only the speed."""
 
 import threading
 
@@ -56,7 +56,7 @@ def test_what_was_read_ahead_is_what_would_be_read(dataset):
 
 
 class Watched:
-    """A dataset that tells which thread reads, and fails from sample 100 on."""
+    """A dataset that records which thread reads, and fails from sample 100 on."""
 
     def __init__(self):
         self.threads = set()

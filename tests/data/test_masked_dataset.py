@@ -1,4 +1,4 @@
-"""BERT's and T5's samples, packed by a rule written out, and masked by distribution, by formula of the index."""
+"""BERT and T5 samples: packing against a plain implementation, distributions of the masks, computed from the index."""
 
 from dataclasses import replace
 from itertools import pairwise, product

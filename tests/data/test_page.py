@@ -1,4 +1,4 @@
-"""docs/data.md: its code runs, and its table of inputs is the one that is read."""
+"""docs/data.md: its code runs, and its table lists the inputs that are read."""
 
 from pathlib import Path
 

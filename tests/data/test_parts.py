@@ -1,4 +1,4 @@
-"""parts: a job's parts cover its sources once, and a document that was cut comes out whole."""
+"""parts: a job's parts cover its sources exactly once, and documents that were cut are put back together."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""prepare: the same bytes however it is dealt, killed or moved; nothing lost, nothing half there."""
+"""prepare: the same bytes however it is split, killed or moved; nothing is lost or incomplete."""
 
 import hashlib
 import json
@@ -54,7 +54,7 @@ def inputs(corpus):
 
 @pytest.fixture(scope="module")
 def expected(inputs, tmp_path_factory):
-    """The digests of a job that one process did and nothing disturbed."""
+    """The digests of a job that one process did without interruption."""
     folder = tmp_path_factory.mktemp("expected")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "_LEAST_BYTES", 4 * documents.BLOCK_BYTES)
@@ -169,7 +169,7 @@ def test_a_job_that_was_killed_ends_with_the_same_bytes(moment, inputs, expected
     assert {"tokenizer": finished == 0, "encode": finished > 0, "join": finished == 5}[moment]
     seen = []
     prepare(inputs, out, vocab_size=300, valid=0.1, progress=lambda phase, done, total: seen.append(phase))
-    assert seen.count("encode") == 1 + 5 - finished  # what was finished is not done again
+    assert seen.count("encode") == 1 + 5 - finished  # finished parts are not repeated
     assert digests(out.parent) == expected
 
 
@@ -331,7 +331,7 @@ except StorageError as error:
 
 @pytest.mark.parametrize("limit", [5_000, 60_000])
 def test_a_full_disk_leaves_no_file_and_the_next_run_goes_on(limit, corpus, tmp_path):
-    # the kernel refuses larger files, as a full disk would: that of the tokenizer, then one of a part
+    # the kernel refuses larger files, like a full disk: first the tokenizer's, then a part's
     command = [sys.executable, "-c", FULL_DISK, str(limit), str(tmp_path / "c"), str(corpus / "a.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

@@ -1,4 +1,4 @@
-"""sampler: the samples of a step do not depend on the layout, and a position is one integer."""
+"""sampler: the samples of a step do not depend on the layout, and the position is one integer."""
 
 import pytest
 from hypothesis import given

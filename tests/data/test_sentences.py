@@ -1,4 +1,4 @@
-"""Sentences and words: where they end and begin, by rules that the tests write out."""
+"""Boundaries of sentences and words, by rules that the tests spell out."""
 
 import numpy as np
 import pytest

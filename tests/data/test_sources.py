@@ -1,4 +1,4 @@
-"""sources: which files are read, in which order, and what is refused before anything is."""
+"""sources: which files are read, in which order, and what is refused before reading."""
 
 import os
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
 
 
 def refusals(folder):
-    """Inputs, and what is said of them."""
+    """Inputs, and the expected messages."""
     for name in ("a.zst", "b.tar.gz", "c.parquet.gz", "locked.txt", "one.txt"):
         (folder / name).write_bytes(b"x")
     (folder / "shards").mkdir()

@@ -1,4 +1,4 @@
-"""stop_strings: a text is passed on up to the first stop string, however it is cut into pieces."""
+"""stop_strings: text is passed on up to the first stop string, whatever pieces it arrives in."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""TextStream: the pieces are the text, and no piece cuts a character."""
+"""TextStream: the pieces add up to the text, and no piece splits a character."""
 
 import json
 

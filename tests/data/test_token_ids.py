@@ -1,4 +1,4 @@
-"""token ids and the vocabulary: what the sidecar records, what a scan sees, and what is found when a sample is read."""
+"""Token ids and the vocabulary: checked by the sidecar, by a scan, and when a sample is read."""
 
 from pathlib import Path
 from typing import Any

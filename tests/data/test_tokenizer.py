@@ -1,4 +1,4 @@
-"""tokenizer: round trips, the traps of published tokenizer.json files and the ends of documents."""
+"""tokenizer: round trips, pitfalls of published tokenizer.json files, and ends of documents."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Which words are masked: whole words in runs, up to the share, anywhere, and no more than somebody can take."""
+"""Which words are masked: runs of whole words, up to the given fraction, anywhere, within the caller's limits."""
 
 import numpy as np
 import pytest

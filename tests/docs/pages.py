@@ -1,4 +1,4 @@
-"""The pages in docs/: their text and their blocks of Python."""
+"""The pages in docs/: their text and their Python blocks."""
 
 import re
 from pathlib import Path

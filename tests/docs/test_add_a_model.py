@@ -1,4 +1,4 @@
-"""docs/add_a_model.md: the block is run, and the family that it adds is that of transformers."""
+"""docs/add_a_model.md: the block runs, and the family it adds matches transformers."""
 
 import pytest
 import torch

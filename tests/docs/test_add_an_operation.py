@@ -1,4 +1,4 @@
-"""docs/add_an_operation.md: the files on the page, written into a copy of the repository, are a fused operation."""
+"""docs/add_an_operation.md: the page's files, added to a copy of the repository, make a working fused operation."""
 
 import os
 import re

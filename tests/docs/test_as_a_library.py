@@ -1,4 +1,4 @@
-"""docs/as_a_library.md: every block is run, and the script for four ranks trains as one process does."""
+"""docs/as_a_library.md: every block runs, and the script for four ranks trains like one process."""
 
 import contextlib
 import io

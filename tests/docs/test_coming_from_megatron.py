@@ -1,4 +1,4 @@
-"""docs/coming_from_megatron.md names what exists: our modules and settings, and each module of Megatron once."""
+"""docs/coming_from_megatron.md: the modules and settings it names exist, and each Megatron module is listed once."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""Every command that README and docs/ show runs, in an empty folder, with less text and fewer steps."""
+"""Runs every command in README and docs/ in an empty folder, with less text and fewer steps."""
 
 import contextlib
 import gzip
@@ -22,7 +22,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in
 SMALLER = ["train.global_batch_size=4", "train.micro_batch_size=1", "optim.warmup_steps=0", "data.seq_length=32"]
 SMALLER += ["optim.decay_steps=8"]
 SMALLER_MODEL = ["model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4"]
-# what a page says -> what is as good here
+# text on a page -> cheaper equivalent for the test
 FEWER = {
     "126": "30",
     "train.steps=2000": "train.steps=6",
@@ -30,7 +30,7 @@ FEWER = {
     "200": "2",
     "data/other-valid": "data/mine-valid",
 }
-# commands that are held elsewhere
+# commands that are tested elsewhere
 ELSEWHERE = {
     "torchrun --nproc-per-node 4 train.py": "tests/docs/test_as_a_library.py",
     "megalith verify llama-4m parallel.tensor=2 parallel.sequence=true parallel.shard=2": "tests/cli/test_verify.py",
@@ -104,7 +104,7 @@ def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
         return here(*arguments)
     at = arguments.index("--nproc")
     num_ranks = int(arguments[at + 1])
-    if "run=runs/mine" in arguments:  # once as the page says it; a start takes seconds
+    if "run=runs/mine" in arguments:  # once as on the page; starting a program takes seconds
         return start(*arguments).ended()
     return ranks(num_ranks, here_in, folder, *arguments[:at], *arguments[at + 2 :])[0]
 

@@ -1,4 +1,4 @@
-"""docs/evaluate.md: its block of Python is run on a stand-in for lm-eval; its commands are run by test_commands."""
+"""docs/evaluate.md: its Python block runs with a stand-in for lm-eval; test_commands runs its commands."""
 
 import re
 import sys

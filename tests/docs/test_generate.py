@@ -1,4 +1,4 @@
-"""docs/generate.md: its block of Python is run; its commands are run by test_commands."""
+"""docs/generate.md: its Python block runs; test_commands runs its commands."""
 
 import ast
 

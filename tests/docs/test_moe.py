@@ -1,4 +1,4 @@
-"""docs/moe.md: its routers route as transformers' own, its table of bytes is what is counted, its example replays."""
+"""docs/moe.md: its routers match transformers, its table of bytes matches the counts, its replay example works."""
 
 import re
 from collections import Counter

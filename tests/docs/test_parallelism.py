@@ -1,4 +1,4 @@
-"""docs/parallelism.md: its table of costs is what the product counts, and its program prints what it shows."""
+"""docs/parallelism.md: its cost table matches Megalith's counts, and its program prints the output shown."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""docs/tour.md: every path exists, floors are those that import-linter holds, and additions need few files."""
+"""docs/tour.md: every path exists, its layers are those of the import-linter contract, and additions need few files."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""docs/when_things_go_wrong.md: what it quotes is what the program says."""
+"""docs/when_things_go_wrong.md: the messages it quotes are those of the program."""
 
 import re
 
@@ -8,7 +8,7 @@ from megalith.resilience.stop_signals import REQUESTS
 from tests.docs.pages import ROOT, page
 
 TEXT = page("when_things_go_wrong.md")
-# what a message holds beside names and numbers
+# the fixed text of a message
 QUOTED = [
     "was killed by",
     "(out of memory?)",

@@ -4,9 +4,9 @@
     PYTHONPATH=NEW:NEW/src python tests/fusions/digests.py record new.jsonl
     python tests/fusions/digests.py compare old.jsonl new.jsonl
 
-``record`` runs the cases of the checkout on ``PYTHONPATH``, then its public functions that no case calls. ``--paths``
-narrows it down: ``compile`` takes minutes, as it builds each operation in each dtype. An entry holds digests of inputs
-too, so that a case that was changed is not taken for a formula that was.
+``record`` runs the cases of the checkout on ``PYTHONPATH``, then public functions that no case calls. ``--paths``
+selects paths: ``compile`` takes minutes, as it builds each operation in each dtype. Entries have digests of the inputs
+too, so that a changed case is not mistaken for a changed formula.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def attempted(compute: Compute) -> Digests:
 
 
 def of_doors() -> Iterator[tuple[str, Compute]]:
-    """Public functions of the field's names, by default and through their own backward."""
+    """Public functions with Megatron's names, by default and through their own backward."""
     for dtype in DTYPES:
         for name, (compute, *shapes) in DOORS.items():
             yield f"{name} | {dtype}", partial(of_call, compute, shapes, dtype)
@@ -170,8 +170,8 @@ DOORS: dict[str, tuple[Any, ...]] = {
 
 
 def record(file: str, paths: list[str]) -> None:
-    """Appends a line for each entry that ``file`` does not have: a run that was ended goes on where it was."""
-    torch.set_num_threads(1)  # sums over blocks follow the number of threads
+    """Appends a line for each entry that is not in ``file`` yet, so that an interrupted run continues."""
+    torch.set_num_threads(1)  # sums over blocks depend on the number of threads
     torch.use_deterministic_algorithms(True)  # poisons fresh memory
     known = entries(file) if os.path.exists(file) else {}
     with open(file, "a", encoding="utf-8") as stream:

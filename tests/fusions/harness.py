@@ -1,4 +1,4 @@
-"""What every fused operation is held to, whatever it computes: a case says how to call it and what float64 says."""
+"""Checks for every fused operation: a case says how to call it, and what the float64 result is."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from megalith.fusions.core.dispatch import Backend, Fusion
 from tests.accuracy import assert_accurate
 
 WIDTHS = (1, 7, 64, 127, 1000, 1536, 4096, 16385)
-SAMPLE = (7, 127, 1536)  # the widths of `make test`
+SAMPLE = (7, 127, 1536)  # the widths in `make test`
 Inputs = dict[str, Tensor | None]
 Results = dict[str, Tensor]
 
@@ -24,11 +24,11 @@ class Case:
     """One way to call an operation.
 
     Args:
-        name: the operation and what is particular, "swiglu, bias".
+        name: the operation and what is special, such as "swiglu, bias".
         fusion: the operation.
         inputs: (num_rows, width, dtype, device) -> arguments by name; floating ones get gradients unless ``constant``.
         compute: (**inputs, backend=...) -> the operation's result, a tensor or a tuple of them.
-        formula: (**inputs) -> the same in float64, by plain torch and not by our code; autograd gives its gradients.
+        formula: (**inputs) -> the same in float64, in plain torch without our code; autograd gives its gradients.
         terms: (**inputs) -> how many terms each result ("0", "1", ...) or gradient ("dbias", ...) sums, where not one.
         cancels: results and gradients that cross zero by cancellation, so that float32 has no digits left there.
         upstream_of_stored: (results, exact results, dy) -> upstream gradients whose gradients in float64 are those of a
@@ -36,8 +36,8 @@ class Case:
         cost: (**inputs) -> bytes moved and saved.
         constant: inputs without a gradient.
         shared: inputs that many programs read; their bytes are counted once.
-        widths: the widths that it takes.
-        dtypes: other than float32, float16 and bfloat16, where it takes fewer.
+        widths: the widths that it accepts.
+        dtypes: if it accepts fewer than float32, float16 and bfloat16.
         derivative: whether its gradient is the derivative of its value, and not taken at another point.
     """
 
@@ -74,7 +74,7 @@ class Case:
         return results(lambda: self.compute(**inputs, backend=backend), inputs, dy)
 
     def expected(self, inputs: Inputs, dy: Sequence[Tensor]) -> Results:
-        """What float64 says of the same, rounded, inputs."""
+        """The float64 results for the same, rounded, inputs."""
         exact = {name: in_float64(x) for name, x in inputs.items()}
         return results(lambda: self.formula(**exact), exact, [g.double() for g in dy])
 

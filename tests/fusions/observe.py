@@ -1,4 +1,4 @@
-"""What can be seen of an operation from outside: the operators that it calls, and the bytes that it keeps."""
+"""Observes an operation from outside: the operators it calls, and the bytes it saves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def operator_calls(run: Callable[[], object]) -> list[tuple[Any, tuple[Any, ...]
 
 
 def saved_bytes(compute: Callable[[], Any]) -> int:
-    """Bytes of distinct memory that autograd keeps from the forward pass of ``compute()`` to its backward."""
+    """Bytes of distinct memory that autograd saves from the forward pass of ``compute()`` for its backward."""
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What docs/coming_from_megatron.md says of functions that differ, where no test of an operation shows it already."""
+"""Differences listed in docs/coming_from_megatron.md that no test of an operation shows already."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What holds for every fused operation, shown on the cases of each: accuracy, purity, compilation, bytes."""
+"""Properties of every fused operation, tested on its cases: accuracy, purity, compilation, bytes."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from tests.sampling import sampled
 
 CASES = all_cases()
 FIRST = first_of_each_operation()
-OURS = ("triton", "blocked")  # the paths with an operator of ours
+OURS = ("triton", "blocked")  # the paths with a Megalith operator
 EAGER = (*OURS, "aten", "reference")
 CaseAndPath = tuple[Case, str]
 COMPILED = [case for case in CASES if "compile" in case.fusion.defaults.get("cpu", ())]  # by default
@@ -43,7 +43,7 @@ def on_paths(
     paths: Sequence[str] = EAGER,
     sample: Callable[[CaseAndPath], set[Hashable]] = of_each_case_on_each_path,
 ) -> pytest.MarkDecorator:
-    """Parametrises a test by case and path; `make test` takes one of everything that ``sample`` names.
+    """Parametrizes a test by case and path; `make test` covers everything that ``sample`` names once.
 
     What holds of blocks must hold of what is compiled by default too: one case of each operation, slow.
     """

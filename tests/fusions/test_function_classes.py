@@ -1,4 +1,4 @@
-"""The field's ``torch.autograd.Function`` classes: each is its function, forward and backward, on every path."""
+"""Megatron's ``torch.autograd.Function`` classes: each equals its function, forward and backward, on every path."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Every kernel, compiled with no GPU for each target as its operation would launch it: registers, spills, memory."""
+"""Every kernel, compiled without a GPU for each target as its operation launches it: registers, spills, memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +54,7 @@ def large_memory() -> Iterator[None]:
 
 
 def compile_for_large_memory(names: list[str], targets: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> Report:
-    """Runs where kernels are born compiled."""
+    """Must run without the interpreter."""
     with large_memory():
         return compile_kernels(names, targets, dtypes)
 

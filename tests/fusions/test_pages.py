@@ -1,4 +1,4 @@
-"""The pages of the fused operations: one for each module, and every example on them runs."""
+"""The pages of the fused operations: one per module, and every example runs."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# the field has no module of these names: they have a page without a door
+# Megatron has no modules of these names: they have a page but no public module
 WITHOUT_DOOR = ["fused_add_norm", "fused_attention", "fused_rope", "fused_topk_router", "grouped_matmul"]
 MODULES = sorted([*(file.stem for file in (ROOT / "src/megalith/fusions").glob("fused_*.py")), *WITHOUT_DOOR])
 PAGES = [DOCS / "fusions.md", *sorted((DOCS / "fusions").glob("*.md"))]
@@ -34,7 +34,7 @@ def test_the_examples_run(page):
 
 
 def test_a_patched_llama_has_the_loss_and_the_gradients_of_hugging_faces():
-    program = "\n".join(examples(DOCS / "use_only_the_fusions.md"))  # in a process of its own: it patches a library
+    program = "\n".join(examples(DOCS / "use_only_the_fusions.md"))  # in its own process, because it patches a library
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -1,4 +1,4 @@
-"""How much a signature of the room asks for: operands are one named record, and a call's options have names."""
+"""Sizes of the signatures in ``fusions``: operands are one named record, and options are keyword arguments."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from megalith import fusions
 ROOM = Path(fusions.__file__).parent
 MOST_ARGUMENTS, MOST_OF_A_KERNEL = 8, 16
 
-# file:function -> how many arguments it has, and whose signature it is, or why it has them
+# file:function -> its number of arguments, and whose signature it is or why it has them
 WIDE_FUNCTIONS: dict[str, tuple[int, str]] = {
     "adamw/adamw.py:fused_adamw_": (13, "as torch._fused_adamw_: lists, settings, grad_scale, found_inf"),
     "attention/attention.py:attention_gradients": (12, "ours: what backward has, and fused_attention's options"),
@@ -33,8 +33,8 @@ WIDE_FUNCTIONS: dict[str, tuple[int, str]] = {
     "routing/topk_router.py:fused_topk_router": (10, "ours: by name the options of Megatron's routers"),
     "routing/topk_router.py:topk_routing_with_score_function": (9, "Megatron's"),
 }
-# Pointers, strides and sizes one by one, as torch.compile reads the kernels of an operator: ``wrap_triton`` says why
-# they cannot be records. file:kernel -> how many arguments it has
+# Separate pointers, strides and sizes, because torch.compile reads the kernels of an operator: ``wrap_triton`` says why
+# they cannot be records. file:kernel -> its number of arguments
 WIDE_KERNELS: dict[str, int] = {
     "attention/kernels/attention.py:_forward_kernel": 32,
     "attention/kernels/attention_backward.py:_keys_kernel": 37,
@@ -64,7 +64,7 @@ def functions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.Function
 
 
 def num_arguments(function: ast.FunctionDef) -> int:
-    """How many there are to give: ``*operands`` of a record are one, ``self`` and ``cls`` are none."""
+    """The number of arguments to pass: the ``*operands`` of a record count as one, ``self`` and ``cls`` not at all."""
     given = function.args
     named = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len([name for name in named if name not in ("self", "cls")]) + sum(map(bool, (given.vararg, given.kwarg)))

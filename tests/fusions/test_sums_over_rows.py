@@ -1,6 +1,6 @@
-"""Programs that add up several rows, or the counts of many tiles, which they do of thousands of rows only.
+"""Programs that sum several rows, or the counts of many tiles, which happens only with thousands of rows.
 
-In Triton's interpreter the numbers are lowered instead; on a GPU there are so many rows.
+In Triton's interpreter the thresholds are lowered instead; a GPU gets that many rows.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The room itself: doors, families and the core, and a catalogue of what they offer."""
+"""The structure of ``fusions``: public modules, families and the core, and a catalogue of their functions."""
 
 import ast
 import importlib
@@ -11,7 +11,7 @@ from megalith import fusions
 
 ROOM = Path(fusions.__file__).parent
 MOST_ROOMS, MOST_FLOORS = 16, 4
-MOST_ANY = 4  # of 1,000 lines: what operands are, a record says
+MOST_ANY = 4  # per 1,000 lines: the types of operands are in records
 DOORS = sorted(ROOM.glob("fused_*.py"))
 FOLDERS = sorted(folder.name for folder in ROOM.iterdir() if (folder / "__init__.py").exists())
 
@@ -20,7 +20,7 @@ def test_there_are_doors_families_and_the_core_and_nothing_else():
     files = {file.name for file in ROOM.glob("*.py")} - {file.name for file in DOORS}
     assert files == {"__init__.py"}
     assert "core" in FOLDERS
-    assert len(FOLDERS) + 2 <= MOST_ROOMS  # the doors are one, and so is the package
+    assert len(FOLDERS) + 2 <= MOST_ROOMS  # the public modules count as one, and so does the package
 
 
 def test_a_door_hands_on_what_one_family_offers_and_holds_nothing_else():

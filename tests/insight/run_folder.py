@@ -1,4 +1,4 @@
-"""A run's folder as training leaves it, made up: two layouts, evaluations, baselines, samples, settings."""
+"""A synthetic run folder: two layouts, evaluations, baselines, samples, settings."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Unigram and interpolated bigram: by hand, as probabilities, against a source of known entropy, in any pieces."""
+"""Unigram and interpolated bigram: by hand, as probabilities, on a source of known entropy, in any chunks."""
 
 import math
 

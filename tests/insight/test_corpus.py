@@ -1,4 +1,4 @@
-"""The corpus that every machine has, and the split by file."""
+"""The standard-library corpus, and the split by file."""
 
 import os
 import sysconfig

@@ -17,7 +17,7 @@ TINY = {
 
 
 def launch_in_the_pool(num_ranks: int, arguments: list[str], *where_and_how: object, **more: object) -> int:
-    """For ``launch``, whose ranks take seconds to start; tests/resilience/test_deaths.py holds it to this."""
+    """In place of ``launch``, whose ranks take seconds to start; tests/resilience/test_deaths.py tests that one."""
     return max(found.code for found in ranks(num_ranks, here, *arguments))
 
 

@@ -1,4 +1,4 @@
-"""Guessing masked tokens from counts, by hand."""
+"""Predicting masked tokens from counts, by hand."""
 
 from types import SimpleNamespace
 

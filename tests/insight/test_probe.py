@@ -1,4 +1,4 @@
-"""The probe for the fastest dtype: what it decides from, and that it measures."""
+"""The probe for the fastest dtype: how it decides, and that it measures."""
 
 from math import inf
 

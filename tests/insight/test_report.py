@@ -1,4 +1,4 @@
-"""report.html: one sound page with nothing from outside, whole or with parts missing."""
+"""report.html: one valid, self-contained page, complete or with missing parts."""
 
 import json
 import math
@@ -20,7 +20,7 @@ IMPLIED = {"td", "tr", "dd"}  # HTML closes these itself
 
 
 class Page(HTMLParser):
-    """A page taken apart: its tags, the text by the tag around it, what is open at the end."""
+    """A parsed page: its tags, attributes, text, and the tags left open at the end."""
 
     def __init__(self, html):
         super().__init__()
@@ -159,7 +159,7 @@ def test_many_changes_are_counted_and_more_spans_than_colours_become_other(tmp_p
 
 
 def section(html, title):
-    """The card under ``title``, as it stands in the page."""
+    """The HTML of the card with this ``title``."""
     (found,) = re.findall(rf'<section class="card"><h2>{title}\b.*?</section>', html, flags=re.DOTALL)
     return found
 
@@ -337,6 +337,6 @@ def test_loads_of_experts_are_a_heat_map_by_layer_and_over_time_of_the_worst(tmp
     layers = [{"layer": 1, "load": [1.0, 1.0]}, {"layer": 3, "load": [0.0, 2.0]}]
     page = page_with(tmp_path, *(record(step, experts={"max_violation": 1.0, "layers": layers}) for step in (1, 2, 3)))
     assert "Layer 3, the least balanced, by step" in page.text
-    assert page.html.count('class="heat"') == 6  # two, in three widths of the window
+    assert page.html.count('class="heat"') == 6  # two, for three window widths
     assert 'class="load-none"' in page.html
     assert "Expert loads" not in page_with(tmp_path, record(1, experts={"layers": [{"layer": 0, "load": "x"}]})).text

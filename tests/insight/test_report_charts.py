@@ -1,4 +1,4 @@
-"""Charts as SVG for a page: what is drawn, that nothing of one chart reaches another, and nothing the network."""
+"""Charts as inline SVG: what is drawn, and that charts are independent of each other and of the network."""
 
 import math
 import re
@@ -79,7 +79,7 @@ def test_of_many_points_the_extremes_are_kept():
     (path,) = re.findall(r'<path d="([^"]*)"[^>]*var\(--training\)', drawn)
     points = [tuple(map(float, point)) for point in re.findall(r"([\d.]+) ([\d.]+)", path)]
     assert len(points) <= 4 * 300
-    assert path.count("M") == 2  # NaN parts the line
+    assert path.count("M") == 2  # NaN splits the line
     highest, lowest = (choose(points, key=lambda point: point[1])[0] for choose in (min, max))
     pixels_a_step = (300 - 46 - 10) / (99_999 * 1.01)
     assert highest == pytest.approx(46 + 777 * pixels_a_step, abs=0.01)

@@ -1,4 +1,4 @@
-"""The heat maps of experts in the report of a run: well-formed, and each cell the number in metrics.jsonl."""
+"""The heat maps of expert loads in a report: well-formed, and each cell shows the number in metrics.jsonl."""
 
 import re
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_each_cell_of_the_heat_maps_is_the_load_in_metrics_jsonl(tmp_path):
     step, last = records[-1]
     assert [layer["layer"] for layer in last] == [1, 2]
     worst = max(last, key=lambda layer: layer["max_violation"])["layer"]
-    by_layer, over_time = svgs[:3], svgs[3:]  # in three widths of the window each
+    by_layer, over_time = svgs[:3], svgs[3:]  # for three window widths each
     assert len(over_time) == 3
     want = {(row, expert): shade(load) for row, layer in enumerate(last) for expert, load in enumerate(layer["load"])}
     assert len(set(want.values())) > 2

@@ -1,4 +1,4 @@
-"""The drawing of a layout: every rank where the rank grid puts it."""
+"""The drawing of a layout: every rank is where the rank grid puts it."""
 
 import re
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""A run's folder read and summed up."""
+"""Reading and summarizing a run's folder."""
 
 import json
 import math

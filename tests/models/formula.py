@@ -1,4 +1,4 @@
-"""A GPT in plain torch, without dropout: what the logits of one row of tokens are."""
+"""A GPT in plain torch, without dropout: the logits of one row of tokens."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""models/bert_model: padding, packed rows, heads and stages, against sentences read one by one and formulas."""
+"""models/bert_model: padding, packed rows, heads and stages, compared with single sentences and formulas."""
 
 from typing import Any
 
@@ -87,7 +87,7 @@ def test_padded_rows_are_the_sentences_one_by_one(fields):
     model = built(config(**fields)).eval()
     losses, binary, want = one_by_one(model)
     S = max(LENGTHS) + 2
-    rows = {"tokens": 7, "labels": 5, "token_types": 1}  # of padding nothing counts, even where it has labels
+    rows = {"tokens": 7, "labels": 5, "token_types": 1}  # padding does not count, even if it has labels
     batch = {name: torch.full((len(LENGTHS), S), rows[name]) for name in sentences_for(model)[0]}
     mask = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
     for row, sentence in enumerate(sentences_for(model)):

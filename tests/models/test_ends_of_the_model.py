@@ -1,4 +1,4 @@
-"""gpt_model: dropout and factor of the embedding, factor and bound of the logits, the dtype in between."""
+"""gpt_model: dropout and scale of the embedding, scale and softcap of the logits, the dtype in between."""
 
 from dataclasses import replace
 

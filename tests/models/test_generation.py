@@ -1,4 +1,4 @@
-"""generation: greedy tokens of transformers and of full forwards, the same alone and in any batch and layout."""
+"""generation: greedy tokens match transformers and full forwards, and are the same in any batch and layout."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -83,7 +83,7 @@ def test_a_single_token_is_prompt_enough():
 
 
 def options_set(drawn: tuple[Sampling, list[float]]) -> set[Hashable]:
-    """What `make test` shows once: each set of options that are not their defaults."""
+    """What `make test` covers once: each set of non-default options."""
     return {frozenset(field.name for field in fields(Sampling) if getattr(drawn[0], field.name) not in (None, 1.0))}
 
 
@@ -274,7 +274,7 @@ def test_greedy_texts_are_those_of_transformers_with_a_cache_and_without(family,
     for use_cache in (True, False):
         for prompt, text in zip(RAGGED, got, strict=True):
             assert [*prompt, *text] == theirs.generate(torch.tensor([prompt]), use_cache=use_cache, **how)[0].tolist()
-        if penalty is None:  # theirs counts the padding as text
+        if penalty is None:  # theirs treats the padding as text
             together = theirs.generate(padded, attention_mask=mask, use_cache=use_cache, **how)
             assert together[:, longest:].tolist() == got
     assert len({token for text in got for token in text}) > 5, "models that repeat themselves prove little"

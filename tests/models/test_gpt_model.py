@@ -1,4 +1,4 @@
-"""gpt_model: every shape against its formula in plain torch, forward and backward; known sizes; what is refused."""
+"""gpt_model: every shape against its formula in plain torch, forward and backward; known sizes; refusals."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def built(shape: str = "llama", *, training: bool = True, **changes: Any) -> GPT
     model = GPTModel(config(shape, **changes), options(), seed=1)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(model):
-            if len(spec.shape) == 1:  # gains begin at one and biases at zero, and would not show
+            if len(spec.shape) == 1:  # gains start at one and biases at zero, where mistakes would not show
                 parameter.add_(torch.linspace(-0.2, 0.3, parameter.numel()) * len(name) / 20.0)
     return model.train(training)
 

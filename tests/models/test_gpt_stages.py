@@ -1,4 +1,4 @@
-"""gpt_model in stages: after each other they are the whole, bit for bit; what a stage is given, and refusals."""
+"""gpt_model in stages: in sequence they equal the whole model, bit for bit; inputs of a stage, and refusals."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""generation: keys and values are freed as it ends, not when Python next looks for circles of references."""
+"""generation: keys and values are freed when it ends, not when Python next collects reference cycles."""
 
 import gc
 from collections.abc import Callable, Iterator

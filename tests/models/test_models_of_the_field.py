@@ -1,6 +1,6 @@
-"""What our model can be set to is what models of the field compute: tiny random ones of transformers are the judge.
+"""Published architectures expressed by our settings match tiny random models of transformers.
 
-Logits, the loss and every gradient. Each model is reduced to what is looked at here: positions, windows and scores that
+Logits, the loss and every gradient. Each model is reduced to what is tested here: positions, windows and scores that
 our model has no setting for, or that have tests of their own, are as ours.
 """
 
@@ -169,7 +169,7 @@ def same_name(name: str, theirs: dict[str, Tensor]) -> Tensor:
 def test_it_computes_what_theirs_does(
     pair: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], place: Callable[[str, dict[str, Tensor]], Tensor]
 ):
-    torch.manual_seed(0)  # transformers draws first weights from torch's own generator, wherever other tests left it
+    torch.manual_seed(0)  # transformers initializes from torch's global generator, which other tests used
     theirs, settings = pair()
     randomized(theirs)
     ours = GPTModel(config(**{"vocab_size": V, "num_query_groups": G} | settings), options())

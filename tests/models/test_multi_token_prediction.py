@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction: losses and gradients of the formula in plain torch, names, what runs them."""
+"""Multi-token prediction modules: losses and gradients against a formula in plain torch, names, and their callers."""
 
 import itertools
 from typing import Any
@@ -27,7 +27,7 @@ def built(**changes: Any) -> GPTModel:
     model = GPTModel(config(**MTP | changes), options(), seed=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:  # gains begin at one, and would not show
+            if parameter.ndim == 1:  # gains start at one, where mistakes would not show
                 parameter.add_(torch.linspace(-0.2, 0.3, parameter.numel()) * len(name) / 20.0)
     return model
 

@@ -1,4 +1,4 @@
-"""muP: the table of the paper, and its claim, that activations change by the same amount at any width."""
+"""muP: the paper's table, and its claim that activations change by the same amount at any width."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ BASE = 64
 HEAD = 16
 WIDTHS = [64, 128, 256]
 STEPS = 3
-FLAT = 0.15  # a power of the width that three of them do not tell from 0
+FLAT = 0.15  # a power of the width that three widths cannot distinguish from 0
 RATES = OptimConfig(lr=0.01, min_lr=0.001, weight_decay=0.1, schedule="constant", adamw={"eps": 1e-8})
 
 
@@ -94,7 +94,7 @@ def exponents(**settings: Any) -> dict[str, float]:
     return found
 
 
-# an output projection of its own begins as 0 (appendix D.2); of a tied one the random logits shrink with the width
+# an untied output projection starts at 0 (appendix D.2); with a tied one, the random logits shrink with the width
 CASES: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"tie_word_embeddings": True},

@@ -1,4 +1,4 @@
-"""Whole models on packed documents: what each document gives alone, its gradients too, whatever its neighbours are."""
+"""Whole models on packed documents: outputs and gradients as for each document alone, whatever its neighbours."""
 
 from typing import Any
 
@@ -41,13 +41,13 @@ MODELS: dict[str, dict[str, Any]] = {
 def built(shape: str = "llama", **settings: Any) -> GPTModel:
     model, generator = GPTModel(config(shape, **settings), options(), seed=1), torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in model.parameters():  # gains begin at one, sinks and biases at zero, and would not show
+        for parameter in model.parameters():  # initial ones and zeros would hide mistakes
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return model
 
 
 def backward(logits: Tensor, weights: Tensor) -> Tensor:
-    """The gradients of a sum to which each token's logits contribute with a weight of their own."""
+    """The gradients of a sum of all logits, with a different weight for each token."""
     (logits.sin() * weights.unsqueeze(-1)).sum().backward()
     return logits.detach()
 

@@ -1,4 +1,4 @@
-"""Rotary positions and windows of each layer, in whole models, against the formula in plain torch."""
+"""Rotary embeddings and windows per layer, in whole models, against the formula in plain torch."""
 
 from typing import Any
 

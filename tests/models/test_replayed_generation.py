@@ -1,6 +1,6 @@
-"""generation by replay: the same tokens as without it, of every kind of layer, of one text and of many.
+"""Replayed generation: the same tokens as without replay, for every kind of layer, and one or several texts.
 
-A model with a hook is called as it is, which gives what to compare with.
+A model with a hook is not replayed, which gives the results to compare with.
 """
 
 import copy
@@ -67,9 +67,9 @@ def test_replayed_tokens_are_those_of_python(kind, dtype, of):
     for got, logits_of_python in zip(logits, plain_logits, strict=True):
         assert torch.equal(got, logits_of_python)
     assert num_plain == max(map(len, want))
-    # all but the reference read how many tokens an expert has
+    # all but the reference read the number of tokens per expert
     falls_back = kind == "latents" or (kind == "experts" and dtype != torch.float64)
-    num_prompts_read = 0 if prompts == RAGGED[1:2] else 1  # one token is recorded, too
+    num_prompts_read = 0 if prompts == RAGGED[1:2] else 1  # recording also takes one token
     assert num_runs == (NEW if falls_back else num_prompts_read + 2)
 
 

@@ -1,4 +1,4 @@
-"""sampling: each option is transformers' processor, in transformers' order; numbers that draw are of their position."""
+"""sampling: each option matches transformers' processor, in transformers' order; draws depend on the position."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations: those of transformers' logits, in batches those of pairs one by one."""
+"""Log-likelihoods of continuations: match transformers' logits, and batches match single pairs."""
 
 import numpy as np
 import pytest

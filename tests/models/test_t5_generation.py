@@ -1,4 +1,4 @@
-"""t5_generation: tokens of transformers and of full forwards, greedy, sampled and of beams, the same in any batch."""
+"""t5_generation: tokens match transformers and full forwards, greedy, sampled and with beams, in any batch."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_transformers(case, num_beams):
         max_new_tokens=14,
         num_beams=num_beams,
         do_sample=False,
-        use_cache=False,  # theirs counts as many layers of the decoder as of the encoder
+        use_cache=False,  # theirs assumes as many decoder layers as encoder layers
         eos_token_id=end,
         pad_token_id=0,
     )
@@ -70,7 +70,7 @@ def test_tokens_are_those_of_transformers(case, num_beams):
 def test_beams_that_end_at_several_lengths_are_those_of_transformers(num_beams, length_penalty):
     theirs = CASES["t5"].build()
     with torch.no_grad():
-        theirs.shared.weight.mul_(0.3)  # flatter, so that the end is among the best at many lengths
+        theirs.shared.weight.mul_(0.3)  # flatter, so that the end token is likely at many lengths
     ours = ours_of(theirs, CASES["t5"].family)
     theirs.config.decoder_start_token_id = theirs.generation_config.decoder_start_token_id = START
     lengths = set()
@@ -80,7 +80,7 @@ def test_beams_that_end_at_several_lengths_are_those_of_transformers(num_beams, 
             max_new_tokens=9,
             num_beams=num_beams,
             do_sample=False,
-            use_cache=False,  # theirs counts as many layers of the decoder as of the encoder
+            use_cache=False,  # theirs assumes as many decoder layers as encoder layers
             eos_token_id=[end, end + 20],
             pad_token_id=0,
             length_penalty=length_penalty,

@@ -1,4 +1,4 @@
-"""models/t5_model: padding, packed rows, dropout and stages, against pairs of rows read one by one and formulas."""
+"""models/t5_model: padding, packed rows, dropout and stages, compared with single pairs of rows and formulas."""
 
 from typing import Any
 

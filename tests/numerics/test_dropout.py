@@ -1,4 +1,4 @@
-"""dropout: one mask in every layout, the right share of it, and backward that computes it again."""
+"""dropout: the same mask in every layout, the right rate, and a backward that recomputes the mask."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_seed_step_site_token_and_head_each_give_another_mask():
     masks.append(attention_keep_mask(key_for(key.tokens[None]), 0.5, 1, 100, head_offset=1)[0, 0])
     for i, mask in enumerate(masks):
         for other in masks[:i]:
-            assert (mask == other).float().mean() == pytest.approx(0.5, abs=0.025)  # five deviations
+            assert (mask == other).float().mean() == pytest.approx(0.5, abs=0.025)  # five standard deviations
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -206,5 +206,5 @@ def test_uniform_numbers_fill_the_unit_interval():
     drawn = uniform(key_for(torch.arange(1000)), 64).double()
     assert 0.0 <= drawn.min() < 1e-3
     assert 1.0 - 1e-3 < drawn.max() < 1.0
-    assert drawn.mean().item() == pytest.approx(1 / 2, abs=5 / (12 * 64000) ** 0.5)  # five deviations
+    assert drawn.mean().item() == pytest.approx(1 / 2, abs=5 / (12 * 64000) ** 0.5)  # five standard deviations
     assert drawn.var().item() == pytest.approx(1 / 12, abs=2e-3)

@@ -1,4 +1,4 @@
-"""elementary: log, cos and sin are those of torch in float64, and made, as first weights are, of exact operations."""
+"""elementary: log, cos and sin match torch in float64, and consist, like initialization, of exact operations."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_cos_and_sin_are_those_of_torch(numerators):
 
 
 class Recorded(TorchDispatchMode):
-    """Keeps the names of the operations inside it."""
+    """Records the names of the operations inside it."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""initialization: any slice has the bits of the whole, the numbers are normal, and memory is the slice's."""
+"""initialization: any slice has the bits of the whole, numbers are normally distributed, memory is the slice's."""
 
 import hashlib
 import math
@@ -76,7 +76,7 @@ def test_values_are_those_of_the_box_muller_formula():
 
 
 def test_the_largest_radius_word_gives_0_and_the_smallest_a_finite_number():
-    """The logarithm of 1 is a little above 0, and a root of what is below 0 would be NaN."""
+    """The computed logarithm of 1 is slightly above 0; the root of a negative number would be NaN."""
     largest, smallest, angle = torch.tensor([2**32 - 1]), torch.tensor([0]), torch.tensor([2**30])
     assert initialization._box_muller(largest, angle, largest, smallest).tolist() == [[0.0] * 4]
     got = initialization._box_muller(smallest, smallest, smallest, angle)
@@ -90,7 +90,7 @@ def test_values_are_normal():
     assert abs(x.var() - 1) < 4 * 2**0.5 * 1e-3
     assert abs((x**3).mean()) < 4 * 15**0.5 * 1e-3
     assert abs((x**4).mean() - 3) < 4 * 96**0.5 * 1e-3
-    # Kolmogorov and Smirnov: 1.95 / sqrt(n) is passed once in a thousand
+    # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded once in a thousand
     steps = torch.arange(1, len(x) + 1, dtype=torch.float64) / len(x)
     assert (torch.special.ndtr(x.sort().values) - steps).abs().max() < 1.95e-3
 

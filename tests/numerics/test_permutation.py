@@ -1,4 +1,4 @@
-"""permutation: a bijection at every size, fair over seeds, and the same numbers for ever."""
+"""permutation: a bijection at every size, uniform over seeds, and stable numbers."""
 
 from collections import Counter
 from math import factorial, sqrt

@@ -1,4 +1,4 @@
-"""tolerance: the promise's metric, by hand."""
+"""tolerance: the metric for comparing layouts, by hand."""
 
 import math
 

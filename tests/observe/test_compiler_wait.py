@@ -1,4 +1,4 @@
-"""Waiting for torch.compile: announced once, counted apart, its progress shown now and then."""
+"""Waiting for torch.compile: announced once, counted separately, with occasional progress."""
 
 import time
 
@@ -15,7 +15,7 @@ SECONDS = 3.0  # that a build takes
 
 @pytest.fixture
 def now(monkeypatch):
-    """A clock that stands still but for builds, each of which moves it."""
+    """A clock that advances only during builds."""
     clock = [100.0]
     for module in (timers_module, compiler_wait):
         monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
@@ -23,7 +23,7 @@ def now(monkeypatch):
 
 
 def built_in(clock):
-    """A function that torch.compile has yet to build, which takes ``SECONDS``."""
+    """A function that torch.compile has not built yet, which takes ``SECONDS``."""
 
     def backend(graph, _inputs):
         clock[0] += SECONDS

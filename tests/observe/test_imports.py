@@ -1,4 +1,4 @@
-"""What watching a run imports."""
+"""The imports of ``megalith.observe``."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a run ran on."""
+"""The description of the machine."""
 
 import os
 import platform

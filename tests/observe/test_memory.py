@@ -1,4 +1,4 @@
-"""Peak memory, against what the operating system tells of the process."""
+"""Peak memory, compared with the operating system's numbers for the process."""
 
 import re
 import sys

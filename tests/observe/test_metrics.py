@@ -1,4 +1,4 @@
-"""metrics.jsonl: what was written is what is read, whatever instant a run dies at."""
+"""metrics.jsonl: what was written is read back, at whatever instant a run dies."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The progress line: what it holds, and that lines stand in columns."""
+"""The progress line: its content, and aligned columns."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Timers: spans nest, add up, survive errors, wait for no device, and do next to nothing."""
+"""Timers: spans nest, add up, survive errors, never wait for a device, and have little overhead."""
 
 import sys
 
@@ -10,7 +10,7 @@ from megalith.observe.timers import Timers
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that stands still unless a test moves it."""
+    """A clock that only tests advance."""
     now = [0.0]
     monkeypatch.setattr(timers_module, "perf_counter", lambda: now[0])
 

@@ -1,4 +1,4 @@
-"""Dashboards: what they are given is what they hold, and one that fails costs itself and nothing else."""
+"""Dashboards: they hold what they were given, and the failure of one affects nothing else."""
 
 import json
 import re
@@ -44,7 +44,7 @@ EXPERTS = {"step": 2, "loss": 7.0, "experts": {"max_violation": 1.0, "layers": L
 def test_tensorboard_reads_the_scalars_and_resumed_steps_replace_lost_ones(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     write(tmp_path, ["tensorboard"], *STEPS)
-    time.sleep(1.0 - time.time() % 1.0)  # files of one second are in the order of a number that is compared as text
+    time.sleep(1.0 - time.time() % 1.0)  # files of the same second are ordered by a number that is compared as text
     write(tmp_path, None, {"step": 2, "loss": -2.5}, resumed_step=1)  # installed, so it is the default
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -124,7 +124,7 @@ def test_mlflow_keeps_the_numbers_and_the_settings_in_the_runs_folder(tmp_path, 
 @pytest.mark.filterwarnings("ignore")  # of the package, to itself
 def test_weights_and_biases_writes_an_offline_run_into_the_runs_folder(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "online")  # nothing goes anywhere whatever the environment says
+    monkeypatch.setenv("WANDB_MODE", "online")  # nothing is sent anywhere, whatever the environment says
     write(tmp_path / "run", ["wandb"], *STEPS, TEXTS, EXPERTS | {"step": 3})
     [file] = tmp_path.glob("run/wandb/offline-run-*/run-*.wandb")
     for pattern in (
@@ -148,7 +148,7 @@ def test_without_packages_and_without_a_wish_there_is_none(tmp_path, monkeypatch
 
 
 class Fails:
-    """A dashboard that fails where it is told to."""
+    """A dashboard that fails on request."""
 
     def __init__(self, where):
         self.where, self.logged = where, 0

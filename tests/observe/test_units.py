@@ -1,4 +1,4 @@
-"""Numbers as people read them, at the places where the unit changes."""
+"""Human-readable numbers, at the values where the unit changes."""
 
 import math
 

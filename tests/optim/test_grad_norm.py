@@ -1,4 +1,4 @@
-"""grad_norm: numbers by hand, torch's norm on one process, and the same norm and gradients in every layout."""
+"""grad_norm: numbers by hand, torch's norm in one process, and the same norm and gradients in every layout."""
 
 import math
 

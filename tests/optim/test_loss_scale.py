@@ -1,4 +1,4 @@
-"""loss_scale: Megatron's traces, by hand, and what a checkpoint keeps."""
+"""loss_scale: Megatron's behaviour, by hand, and its state in checkpoints."""
 
 import pytest
 

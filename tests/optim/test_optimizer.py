@@ -1,4 +1,4 @@
-"""optimizer: who decays, overrides and their conflicts, torch's own AdamW step by step, and the names of moments."""
+"""optimizer: weight decay, overrides and their conflicts, torch's AdamW step by step, and the names of moments."""
 
 from typing import Any
 

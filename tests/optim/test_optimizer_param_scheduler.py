@@ -38,7 +38,7 @@ ARGUMENTS = {
 
 
 class Optimizer:
-    """All that a scheduler needs of one."""
+    """The part of an optimizer that a scheduler needs."""
 
     def __init__(self, *groups: dict) -> None:
         self.param_groups = list(groups or ({},))

@@ -1,4 +1,4 @@
-"""sgd: torch's own over plain tensors, step by step, in layouts; its state is named, and none without momentum."""
+"""sgd: torch's SGD on plain tensors, step by step, in layouts; named state, and no state without momentum."""
 
 import pytest
 import torch

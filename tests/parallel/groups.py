@@ -1,4 +1,4 @@
-"""The groups of a layout, for tests that run on ranks; and whole tensors from the parts of all ranks."""
+"""The groups of a layout, for tests on ranks; and full tensors gathered from all ranks."""
 
 import functools
 
@@ -12,7 +12,7 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 
-# as a rank returns it: which part of a tensor it holds, and the values
+# returned by a rank: which part of a tensor it holds, and the values
 Part = tuple[Ranges, Tensor]
 
 

@@ -1,4 +1,4 @@
-"""build_options: what it settles by itself."""
+"""build_options: derived values."""
 
 import pytest
 import torch

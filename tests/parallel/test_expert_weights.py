@@ -45,7 +45,7 @@ class Experts(DeclaringModule):
         self.declare("gain", GAIN, groups, torch.float64)
 
     def forward(self) -> Tensor:
-        """The square of everything here, summed: equal on no two ranks that hold other parts."""
+        """The sum of squares of all local elements: different on ranks that hold different parts."""
         return (local(self.up) ** 2).sum() + (local(self.gain) ** 2).sum()
 
 

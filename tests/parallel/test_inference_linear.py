@@ -1,4 +1,4 @@
-"""The product of linear layers against the formula in float64: torch's, in blocks of outputs, and widened."""
+"""The matmul of linear layers against float64: torch's, in blocks of outputs, and with widened weights."""
 
 from itertools import product
 
@@ -80,7 +80,7 @@ def test_it_is_in_blocks_only_where_that_was_measured_to_be_faster(capability, m
     assert few == {capability == AVX2}
     assert not any((is_in_blocks(0, 512, 640), is_in_blocks(33, 512, 640)))
     assert not any((is_in_blocks(8, 512, 384), is_in_blocks(8, 512, 700)))  # too small, not of whole blocks
-    assert not is_in_blocks(7, 512, 640, torch.bfloat16)  # too few to widen the weight for
+    assert not is_in_blocks(7, 512, 640, torch.bfloat16)  # too few to be worth widening the weight
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_in_blocks(8, 512, 640)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

@@ -1,4 +1,4 @@
-"""local_ranges: torch.chunk's split, and what DTensor and FSDP2 really put on each rank."""
+"""local_ranges: torch.chunk's split, and what DTensor and FSDP2 actually put on each rank."""
 
 import functools
 import itertools

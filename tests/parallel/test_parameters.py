@@ -1,6 +1,6 @@
-"""parameters: declared or refused, the same bits in every layout, tied ones once, and what a use says of gradients.
+"""parameters: declared or refused, the same bits in every layout, tied ones once, and gradients by declared use.
 
-Buffers: made again where a model built on meta is allocated, and in a checkpoint where they are to be saved.
+Buffers: recreated when a model built on meta is allocated, and in checkpoints if persistent.
 """
 
 import pytest

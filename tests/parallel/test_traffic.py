@@ -1,4 +1,4 @@
-"""Counts of collectives: how those of parts add up, and what is counted for nothing."""
+"""Counts of collectives: how parts add up, and what counts as zero."""
 
 from collections import Counter
 

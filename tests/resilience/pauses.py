@@ -1,4 +1,4 @@
-"""Stops a program where a test wants it: the nth call of a function waits, and says so, until it may go on."""
+"""Pauses a program at a chosen place: the nth call of a function reports that it waits until the test continues it."""
 
 import functools
 import importlib

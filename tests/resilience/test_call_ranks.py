@@ -1,4 +1,4 @@
-"""A function is called on several ranks: its results come back, or one error does, and no process is left."""
+"""Calling a function on several ranks returns its results or raises one error, and leaves no process."""
 
 import os
 import signal

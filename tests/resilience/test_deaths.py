@@ -1,4 +1,4 @@
-"""Signals and deaths: nothing is left running, the exit code and the last line say why, and the run goes on bitwise."""
+"""Signals and deaths: nothing is left running, the exit code and last line say why, and the run resumes bitwise."""
 
 import functools
 import os
@@ -134,7 +134,7 @@ REST = [
 
 @functools.cache
 def undisturbed(num_ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Tensors and losses of the run that nothing happens to."""
+    """Tensors and losses of the undisturbed run."""
     tree = tree_in(Path(mkdtemp(prefix="undisturbed-")), num_ranks)
     assert set(ranks(num_ranks, run_here, tree, num_ranks)) == {Outcome.DONE}
     return final_tensors(tree["run"]), losses(tree["run"])
@@ -164,7 +164,7 @@ def deliver(case: Case, program: Program, pids: list[int]) -> None:
         targets = [parent_of(pids[0])]
     for count, number in enumerate(case.signals):
         if count:
-            time.sleep(1.2)  # within a second it would be the same request
+            time.sleep(1.2)  # within a second it would count as the same request
         for target in targets or [pids[case.target]]:
             send(target, number)
 
@@ -174,7 +174,7 @@ def parent_of(pid: int) -> int:
 
 
 def where_it_goes_on(run: str) -> str:
-    """What a person is told after a run has lost work."""
+    """The message after a run has lost work."""
     step = saved_step(run)
     return (
         f"run the same command to continue from step {step} ("
@@ -253,7 +253,7 @@ def test_a_terminal_that_is_closed_ends_a_run_with_its_state_saved(tmp_path):
     pause = Pause(tmp_path, [0])
     first = lines("in a step", 4, tmp_path)
     program = start("train", write_settings(tree, tmp_path), first=first, terminal=os.ttyname(theirs))
-    with read_in_the_background(ours):  # or its buffer fills up, and the program waits
+    with read_in_the_background(ours):  # otherwise the buffer fills up and the program waits
         pause.pids()
     os.close(theirs)
     os.close(ours)  # the kernel sends SIGHUP, and refuses what is written from here on
@@ -306,6 +306,6 @@ def test_a_rank_that_stands_still_is_named(tmp_path):
     wait_until_told(program, "waiting for rank 1 since step 3: rank 1 is at training/loop.py:")
     os.kill(rank_1, signal.SIGSTOP)
     wait_until_told(program, "waiting for rank 1 since step 3: rank 1 does not answer")
-    program.send_signal(KILL)  # a stopped rank runs no Python, and ends with its parent all the same
+    program.send_signal(KILL)  # a stopped rank runs no Python, but still ends with its parent
     assert program.ended(timeout=20).code == -KILL
     wait_until_nothing_runs(program, [rank_1])

@@ -1,4 +1,4 @@
-"""stop_request: real signals to this process, the end of its time, and handlers that are given back."""
+"""stop_request: real signals to this process, its time limit, and restored handlers."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def request() -> StopRequest:
 
 @pytest.fixture(autouse=True)
 def own_handlers():
-    """Whatever a test leaves behind would stop the test run at the next signal."""
+    """Handlers that a test leaves behind would stop the test run at the next signal."""
     before = {number: signal.getsignal(number) for number in NUMBERS}
     yield
     after = {number: signal.getsignal(number) for number in NUMBERS}

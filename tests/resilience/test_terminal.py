@@ -1,4 +1,4 @@
-"""A terminal with an interactive shell in it, which starts a run of two ranks: Ctrl-Z, fg, and closing the window."""
+"""A terminal with an interactive shell that starts a run of two ranks: Ctrl-Z, fg, and closing the window."""
 
 import os
 import re

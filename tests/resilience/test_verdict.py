@@ -1,4 +1,4 @@
-"""verdict: which of several failed ranks is told, and the exit code."""
+"""verdict: which of several failed ranks is reported, and the exit code."""
 
 import signal
 

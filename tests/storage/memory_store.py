@@ -1,4 +1,4 @@
-"""A store in memory, as someone outside of Megalith would write one: the abstract methods and no more."""
+"""A store in memory, as a user would write one: only the abstract methods."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

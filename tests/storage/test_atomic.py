@@ -1,4 +1,4 @@
-"""A file is its old or its new content, whole, whatever fails on the way."""
+"""A file has its old or its new content, complete, whatever fails."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""What the system says about a file comes with what was tried and the way out."""
+"""Operating-system errors are reported with what was tried and what to do."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Free space is what df tells this user, and is asked for before it is needed."""
+"""Free space matches df for this user, and is checked before it is needed."""
 
 import os
 
@@ -10,7 +10,7 @@ from megalith.storage import free_bytes, free_space, require_free_bytes
 
 def test_free_bytes_are_those_of_statvfs_even_for_a_folder_to_come(tmp_path):
     disk = os.statvfs(tmp_path)
-    # others write to this disk too, meanwhile
+    # other processes write to this disk too
     assert free_bytes(tmp_path / "not" / "yet") == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.05)
     assert not (tmp_path / "not").exists()
 

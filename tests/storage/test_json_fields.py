@@ -1,4 +1,4 @@
-"""Fields of JSON that anyone may have written: each is what was asked for, or named with what it is."""
+"""Fields of untrusted JSON: each has the requested type, or the error names it and its value."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The manifest: SHA-256 as the standard has it, and no bit of it can change unseen."""
+"""The manifest: SHA-256 as in the standard, and every changed bit is detected."""
 
 import errno
 import hashlib

@@ -9,7 +9,7 @@ import pytest
 from megalith.errors import StorageError
 from megalith.storage import RunLock, new_folder
 
-new_folder_module = importlib.import_module("megalith.storage.new_folder")  # the function has its name in the room
+new_folder_module = importlib.import_module("megalith.storage.new_folder")  # in the package, this name is the function
 
 
 def test_it_appears_at_the_end_with_everything_in_it(tmp_path):

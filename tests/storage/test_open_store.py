@@ -1,4 +1,4 @@
-"""A path, a URL or a store: each opens, and what lies inside is named in the same kind."""
+"""A path, a URL or a store: each opens, and its contents are named in the same form."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""One run per folder: the kernel keeps the lock, and gives it back however the process ends."""
+"""One run per folder: the kernel holds the lock, and releases it however the process ends."""
 
 import errno
 import fcntl

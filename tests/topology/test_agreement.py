@@ -1,4 +1,4 @@
-"""An error on one rank ends all of them: alike if it was foreseen, and with its own traceback if not."""
+"""An error on one rank ends all ranks: with the same error if it was foreseen, otherwise with its own traceback."""
 
 import errno
 import os

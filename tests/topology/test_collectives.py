@@ -1,6 +1,6 @@
-"""collectives: each against plain torch on the tensors of all ranks at once, forward and backward, on 2 and 4 ranks.
+"""collectives: each against plain torch on the tensors of all ranks, forward and backward, on 2 and 4 ranks.
 
-Entries are small integers, whose sums are exact in every dtype: results are equal, not close.
+Entries are small integers, whose sums are exact in every dtype, so results must be equal.
 """
 
 from collections.abc import Callable

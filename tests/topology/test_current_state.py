@@ -1,4 +1,4 @@
-"""current_state: initialised, asked and destroyed on real ranks as Megatron's scripts do, and every refusal."""
+"""current_state: initialized, queried and destroyed on real ranks as in Megatron's scripts, and every refusal."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""group_options: what a group is made with is checked when it is said, and reaches torch as torch has it."""
+"""group_options: options are checked when given, and reach torch in torch's own form."""
 
 from datetime import timedelta
 from types import SimpleNamespace

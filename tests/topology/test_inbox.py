@@ -1,4 +1,4 @@
-"""inbox: in a run that poisons buffers, what has not arrived reads as NaN, and what nobody wrote to does too."""
+"""inbox: with poisoned buffers, data that has not arrived or was never written reads as NaN."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""new_group returns when all of its members are connected, so that one may destroy it at once."""
+"""new_group returns once all members are connected, so that any of them may destroy it at once."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""parallel_state: the field's accessors, against the numbers that Megatron-Core gives for the same 16 ranks."""
+"""parallel_state: Megatron's accessors, against Megatron-Core's numbers for the same 16 ranks."""
 
 import re
 from collections.abc import Callable

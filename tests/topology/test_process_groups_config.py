@@ -1,4 +1,4 @@
-"""process_groups_config: a collection of one process, which needs nothing."""
+"""process_groups_config: the collection of a single process, which needs no process group."""
 
 import subprocess
 import sys

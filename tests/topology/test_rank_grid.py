@@ -1,4 +1,4 @@
-"""rank_grid: Megatron's enumerations, the algebra of groups for any grid, and every wrong input refused."""
+"""rank_grid: Megatron's enumerations, properties of the groups of any grid, and refusals."""
 
 import subprocess
 import sys

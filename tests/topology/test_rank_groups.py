@@ -1,4 +1,4 @@
-"""rank_groups: groups over the right ranks, made when first needed, and a mesh that FSDP2 and DTensor take."""
+"""rank_groups: groups over the right ranks, created on first use, and a mesh that FSDP2 and DTensor accept."""
 
 from datetime import timedelta
 from typing import get_args
@@ -384,7 +384,7 @@ def destroy_after_the_world() -> None:
         dist.barrier(group)  # a rank that ends a group while another still connects breaks it there
         patch.setattr(dist, "is_initialized", lambda: False)
         state.destroy()
-    dist.destroy_process_group(group)  # was not touched: it would have ended with the world
+    dist.destroy_process_group(group)  # was left alone: it would have ended with the world
 
 
 def test_groups_that_ended_with_the_world_are_forgotten():

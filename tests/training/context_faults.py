@@ -1,4 +1,4 @@
-"""Mistakes of context parallelism, to be made on purpose, each with the layout that it breaks."""
+"""Seeded faults of context parallelism, each with the layout that it breaks."""
 
 from collections.abc import Callable
 from dataclasses import replace

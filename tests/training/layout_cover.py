@@ -1,9 +1,9 @@
-"""Layouts of up to eight ranks in which every two values of any two axes meet: a covering array, built by greed.
+"""Layouts of up to eight ranks in which every two values of any two axes meet: a greedy covering array.
 
-An axis is anything that must not change the numbers: degrees of parallelism, methods and schedules, how the batch is
-cut, what is computed again; and what they could go wrong on: tied embeddings, uneven layers, few groups of heads,
-packed documents, dropout, ragged masks. Which combinations there are, the settings themselves say: a row that they
-refuse, or one that needs more ranks, is no layout.
+An axis is anything that must not change the numbers: degrees of parallelism, methods and schedules, splits of the
+batch, recomputation; and anything they could go wrong on: tied embeddings, uneven layers, few groups of heads, packed
+documents, dropout, ragged masks. The settings decide which combinations are valid: a row that they refuse, or that
+needs more ranks, is not a layout.
 """
 
 import random
@@ -99,13 +99,13 @@ def _recompute(value: str) -> dict[str, Any]:
 
 
 def name_of(row: Row) -> str:
-    """A row by what is not the first value of its axis."""
+    """A row's name: its values that are not the first of their axis."""
     changed = {name: value for name, value in row.items() if value != AXES[name][0]}
     return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items()) or "one rank"
 
 
 def layouts(number: int) -> list[Row]:
-    """So many layouts, the same in every process; the first of them cover all pairs that any layout can show."""
+    """This many layouts, the same in every process; the first of them cover all pairs that any layout can show."""
     found, rest = _found()
     assert len(found) + len(rest) >= number, "draw more rows"
     return [*found, *rest][: max(number, len(found))]
@@ -130,7 +130,7 @@ def _found() -> tuple[list[Row], list[Row]]:
     few_ranks = [row for row in drawn if world_size(row) <= _FEW_RANKS]
     covering: list[Row] = []
     while missing:
-        # those of few ranks first: eight ranks on two cores wait for each other more than they compute
+        # layouts of few ranks first: eight ranks on two cores mostly wait for each other
         candidates = few_ranks if len(covering) < _NUM_OF_FEW_RANKS else drawn
         best = max(candidates, key=lambda row: len(pairs(row) & missing))
         covering.append(best)
@@ -152,7 +152,7 @@ def _drawn(source: random.Random, number: int) -> Iterator[Row]:
 
 
 def is_layout(row: Row, batch_size: int | None = None) -> bool:
-    """Whether the settings take ``row``, with a global batch of ``batch_size`` or the smallest."""
+    """Whether the settings accept ``row``, with a global batch of ``batch_size`` or the smallest."""
     if world_size(row) > MOST_RANKS or (row["sequence"] and row["tensor"] == 1):
         return False
     groups = settings_of(row, batch_size)

@@ -1,4 +1,4 @@
-"""A task for BertModel on the rows of a GPT's dataset: masked tokens and texts in two classes, all by formula.
+"""A task for BertModel on the rows of a GPT dataset: masked tokens and texts in two classes, computed by formula.
 
 Rows are padded, row i of the global batch by i % 4 tokens; or packed, where the run resets attention masks.
 """
@@ -37,7 +37,7 @@ class MaskedInputs:
 
 
 class PredictMasked(PretrainGPT):
-    """The mean loss of masked tokens, and a half of that of texts."""
+    """The mean loss of masked tokens, plus half of that of texts."""
 
     terms = MappingProxyType({"lm": 1.0, "text": 0.5})
 

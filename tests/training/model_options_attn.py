@@ -15,7 +15,7 @@ ALL_AT_ONCE = {
 
 
 def attention(**options: Any) -> dict[str, Any]:
-    # first weights that are wide enough for scores to differ, and softcaps and sinks to show
+    # initial weights large enough for scores to differ, and for softcaps and sinks to have an effect
     return {"model": {"attention": options, "init_method_std": 0.2}}
 
 

@@ -1,4 +1,4 @@
-"""Options of layers, the residual stream and the ends of the model, for tests/training/test_model_options.py."""
+"""Options of layers, the residual stream, embedding and head, for tests/training/test_model_options.py."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tests.tiny_run import GPT2
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
 DROPS = {"hidden_dropout": 0.1}
 LAYER_NORM = {"normalization": "LayerNorm"}
-# first weights that are wide enough for clamps and caps to show
+# initial weights large enough for clamps and caps to have an effect
 WIDE = {"init_method_std": 0.3}
 OTHER = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
 GEMMA = {

@@ -1,4 +1,4 @@
-"""Options of rotary positions and windows, for tests/training/test_model_options.py."""
+"""Options of rotary embeddings and windows, for tests/training/test_model_options.py."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ EVERY_OTHER = [True, False]
 
 def model(rope: dict[str, Any] | None = None, attention: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     groups = {name: group for name, group in (("rope", rope), ("attention", attention)) if group}
-    # heads of eight features, half of which are two pairs; first weights that are wide enough for scores to differ
+    # heads of eight features, half of which are two pairs; initial weights large enough for scores to differ
     return {"model": {"kv_channels": 8, "init_method_std": 0.2, **groups, **more}}
 
 

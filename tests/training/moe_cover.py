@@ -1,8 +1,8 @@
-"""Layouts of mixtures of experts on up to eight ranks: every two values of any two axes meet in one of them.
+"""Layouts of mixtures of experts on up to eight ranks, in which every two values of any two axes meet.
 
-As in layout_cover.py, whose degrees and cuts of a batch are here with those of experts: how they are split, how tokens
-travel, what balances their loads, what is dropped and computed again. Where numbers depend on how a batch is cut, one
-process cuts it likewise (``tree_of_one_process``).
+As in layout_cover.py, whose degrees and batch splits are combined with those of experts: how they are split, how tokens
+travel, load balancing, dropping and recomputation. If numbers depend on how a batch is split, one process splits it the
+same way (``tree_of_one_process``).
 """
 
 import random
@@ -170,7 +170,7 @@ def _is_layout(row: Row) -> bool:
     if row["capacity"] != "dropless" and (row["tensor"] > 1 or row["context"] > 1 or row["router"] == "global"):
         return False  # what is dropped depends on which tokens a rank has
     if row["recompute"] == "mlp" and row["layers"] is None and row["shared"] is None:
-        return False  # no layer has an MLP, not even that of shared experts
+        return False  # no layer has an MLP, not even a shared expert
     groups = settings_of(row)
     tree = {
         **groups,

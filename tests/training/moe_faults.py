@@ -1,4 +1,4 @@
-"""Mistakes that are made with mixtures of experts over several ranks, made on purpose."""
+"""Seeded faults of mixtures of experts over several ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,7 +116,7 @@ def take_a_routers_part_of_a_gradient_for_the_whole() -> Any:
 
 
 SEQUENCE = {"router": {"sequence_balance": 0.3}}
-# a mistake, and a layout and options of model.moe that show it
+# fault: a layout and options of model.moe that show it
 MOE_FAULTS: list[tuple[Fault, Layout, dict[str, Any]]] = [
     (send_tokens_to_the_next_expert, EXPERT, {}),
     (forget_the_gradient_of_the_first_expert, EXPERT, {}),

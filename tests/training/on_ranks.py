@@ -1,4 +1,4 @@
-"""The first steps of a run as the product computes them, on this rank of whatever process group there is."""
+"""The first steps of a run as Megalith computes them, on this rank of any process group."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, whole, whatever layout wrote it; and runs in ranks of the pool."""
+"""A run's results, read from its folder as full tensors, whatever layout wrote it; and runs on ranks of the pool."""
 
 from pathlib import Path
 from typing import Any

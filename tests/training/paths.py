@@ -1,4 +1,4 @@
-"""Runs on a given path of the fused operations: tensors of tests are so small that all would take the reference."""
+"""Runs on a given path of the fused operations; without it, the tests' small tensors would all take the reference."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +20,13 @@ _ROWS = {
 PATHS: dict[Backend, tuple[str, dict[str, set[str]]]] = {
     "blocked": ("float64", _ROWS),
     "compile": ("float32", _ROWS),
-    "triton": ("float32", {**_ROWS, "llama": _ROWS["llama"] | {"attention"}}),  # attention dropout is spelled out
+    "triton": ("float32", {**_ROWS, "llama": _ROWS["llama"] | {"attention"}}),  # attention dropout uses plain torch
 }
 
 
 @contextmanager
 def taking(path: Backend) -> Iterator[set[str]]:
-    """Inside, operations that have ``path`` take it, cut into several blocks; gives the names of those that did."""
+    """Inside, operations that have ``path`` take it, in several blocks; yields the names of those that did."""
     taken: set[str] = set()
     choose = Fusion.choose
 

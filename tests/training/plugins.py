@@ -1,4 +1,4 @@
-"""What a user may add to the house from outside: a layer, a model, a matrix product, a task, an optimizer."""
+"""Extensions as a user would write them: a layer, a model, a matrix product, a task, an optimizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class OtherSecondLayer(PretrainGPT):
 
 
 class Encoder(ModelModule):
-    """Reads rows both ways, without what pads them, and gives the loss of every token."""
+    """Attends in both directions, without padding, and returns the loss of every token."""
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, seed: int) -> None:
         super().__init__()

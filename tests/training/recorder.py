@@ -1,4 +1,4 @@
-"""What ranks really exchange: every collective and message that reaches a process group, by axis, kind and bytes."""
+"""Records what ranks exchange: every collective and message of a process group, by axis, kind and bytes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalith.parallel.traffic import Collective, Traffic
 from megalith.topology.group_options import GroupOptions
 
-# torch's operators, below its Python functions, FSDP2 and DTensor alike -> what the house calls them
+# torch's operators, underneath its Python functions, FSDP2 and DTensor -> our names for them
 KINDS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -23,9 +23,9 @@ KINDS = {
     "recv_": "receive",
     "all_reduce": "all_reduce",  # DTensor's
 }
-# operators of the functional collectives that exchange nothing
+# operators of functional collectives that exchange nothing
 LOCAL = {"wait_tensor", "_wrap_tensor_autograd"}
-# an axis is known by the timeout of its group, which is its own where several axes span the same ranks
+# an axis is identified by the timeout of its group, because several axes may span the same ranks
 TIMEOUTS = {
     "tp": ("tensor", timedelta(minutes=11)),
     "cp": ("context", timedelta(minutes=12)),
@@ -75,7 +75,7 @@ def axis_of(group: dist.ProcessGroup) -> str:
 def _group(arg: Any) -> dist.ProcessGroup | None:
     if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
         return dist.ProcessGroup.unbox(arg)
-    # functional collectives take its name, after that of an operation
+    # functional collectives take the group's name, after the operation's
     return dist.distributed_c10d._resolve_process_group(arg) if isinstance(arg, str) and arg != "sum" else None
 
 

@@ -1,4 +1,4 @@
-"""What a run must compute, written a second time: one process, no sharding, no micro-batches, torch's own optimizer."""
+"""An independent implementation of a run: one process, no sharding, no micro-batches, torch's own optimizer."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +120,7 @@ def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int, re
 
 
 def differences(got: Trajectory, want: Trajectory) -> list[str]:
-    """Everything in which ``got`` is further from ``want`` than the promise allows, by name."""
+    """The names of everything in which ``got`` is further from ``want`` than the tolerance allows."""
     wrong = [name for name in want.initial if not torch.equal(got.initial[name], want.initial[name])]
     found = [f"initial {name}" for name in wrong]
     for step, (loss, norm) in enumerate(zip(want.losses, want.norms, strict=True)):

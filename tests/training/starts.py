@@ -1,4 +1,4 @@
-"""Starts of a run on whatever ranks there are, and what they leave."""
+"""Starts of a run on any ranks, and the resulting files."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ MODEL = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention
 
 
 def go_on_with(file: Path, overrides: list[str], task: type[PretrainGPT] = PretrainGPT) -> str:
-    """What a start shows on this rank, or the error that ends it."""
+    """What a start prints on this rank, or the error that ends it."""
     config = load_run(file, overrides, world_size=dist.get_world_size())
     lines: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""about.json: where a run comes from, kept over its starts."""
+"""about.json: the origin of a run, kept across restarts."""
 
 import json
 from datetime import datetime

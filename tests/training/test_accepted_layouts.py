@@ -1,6 +1,6 @@
-"""A layout that settings are accepted for can be built: no rank finds later that something does not divide.
+"""Every accepted layout can be built: no rank finds out later that something does not divide.
 
-Ranks are those of torch's fake process group, whose collectives do nothing, so that one process stands for any of them.
+Ranks use torch's fake process group, whose collectives do nothing, so that one process can act as any of them.
 """
 
 import random
@@ -71,7 +71,7 @@ def built(seed: int, folder: Path) -> str:
         pass
     config, world_size = found
     dist.init_process_group("fake", rank=source.randrange(world_size), world_size=world_size, store=dist.HashStore())
-    # alone, a rank has nobody to compare names with
+    # a single rank cannot compare names with others
     with patch("megalith.training.build_model._require_names_of_their_own", lambda *_, **__: None):
         try:
             build_run(config, torch.device("cpu"))
@@ -83,7 +83,7 @@ def built(seed: int, folder: Path) -> str:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_every_layout_that_is_accepted_can_be_built(seed, tmp_path):
     settings(tmp_path)  # writes the dataset
-    # a process for each: torch remembers by a mesh's ranks what it is to one of them
+    # a process for each, because torch caches by a mesh's ranks
     with fork_context().Pool(1, maxtasksperchild=1) as pool:
         found = pool.starmap(built, [(20 * seed + number, tmp_path) for number in range(20)], chunksize=1)
     assert [each for each in found if each] == []

@@ -1,4 +1,4 @@
-"""Where a run begins: at the newest sound checkpoint, with what changed said in a line; never over what it has done."""
+"""Where a run starts: at the newest valid checkpoint, reporting what changed; it never overwrites its own results."""
 
 import json
 import shutil
@@ -182,7 +182,7 @@ def test_the_refusal_is_that_of_all_ranks(finished, run):
 def test_with_its_metrics_moved_away_it_begins_again_also_after_a_kill(finished, run):
     delete_checkpoints(run)
     (run / "metrics.jsonl").unlink()
-    assert (run / "saved.json").exists()  # which alone hinders nothing
+    assert (run / "saved.json").exists()  # which alone does no harm
     refuse_if_saved(run, LocalStore(run / "checkpoints"), {})
     (run / "metrics.jsonl").write_text('{"step": 1}\n')  # the new run is killed before it saves
     assert "started at step 0" in train(finished, run, "train.steps=1").out

@@ -1,7 +1,7 @@
 """An encoder learns in every layout what it learns in one process: padded and packed rows, float64, two steps.
 
-What one process computes is compared elsewhere: with sentences one by one in tests/models/test_bert_model.py, with
-transformers in tests/models/hf/test_bert.py.
+One process is checked elsewhere: against single sentences in tests/models/test_bert_model.py, and against transformers
+in tests/models/hf/test_bert.py.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""callbacks: what a record says of speed and of a loss of several terms, by hand; errors of rank 0 alone reach all."""
+"""callbacks: speed and multi-term losses in records, by hand; errors on rank 0 alone reach all ranks."""
 
 import sys
 import time
@@ -99,7 +99,7 @@ def test_waiting_for_a_compiler_is_announced_and_is_no_part_of_speed_or_of_the_t
     assert line.endswith("compiling)")
     assert estimated_from == [work, *(record["step_seconds"] for record in later)]
     assert all(record["peak_memory"] > 1e7 for record in steps)
-    # an evaluation without gradients is built anew
+    # an evaluation without gradients is compiled separately
     held_out = [list(record["time"]) for record in records if "valid_loss" in record]
     assert held_out == [["evaluation", "compile"], ["evaluation"]]
     assert [(record["step"], list(record["between"])) for record in steps if "between" in record] == [

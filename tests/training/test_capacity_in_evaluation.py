@@ -1,4 +1,4 @@
-"""Evaluation of experts with a capacity: it drops tokens as training does, and says so in one line."""
+"""Evaluation of experts with a capacity drops tokens as training does, and says so in one line."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.training.outcomes import run_here
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Of two steps; an expert has room for half of its even share."""
+    """Two steps; an expert's capacity is half of its even share."""
     model = {"moe": {"num_experts": 4, "capacity": {"factor": 0.5}}, "init_method_std": 0.5}
     tree = settings(tmp_path, model=model, train={"steps": 2})
     ranks(1, run_here, tree, 1)

@@ -1,7 +1,7 @@
-"""Checkpoints of generated layouts are those of one process, and every layout goes on from any of them.
+"""Checkpoints of generated layouts equal those of one process, and every layout resumes from any of them.
 
-Layouts of one model, batch and data are interchangeable: what one has written after two steps, weights and moments, is
-what one process has, and from there another computes the losses that one process does undisturbed.
+Layouts of one model, batch and data are interchangeable: what one has written after two steps, weights and moments,
+equals that of one process, and another one resumes from it with the losses of an undisturbed process.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The experimental feature ``compile``: layers through torch.compile compute what they did."""
+"""The experimental feature ``compile``: layers under torch.compile compute the same."""
 
 import shutil
 from math import prod
@@ -30,7 +30,7 @@ ATTENTION = {"attention": ALL_AT_ONCE, "init_method_std": 0.2}
 
 
 def losses(tree: dict[str, Any], folder: Path, nproc: int) -> list[float]:
-    # in processes of its own: a compiler leaves threads and workers behind, which ranks of other tests would share
+    # in its own processes: a compiler leaves threads and workers behind, which would affect other tests
     found = start("train", write_settings(tree, folder), "--nproc", nproc).ended(timeout=400)
     assert found.code == 0, found
     return [record["loss"] for record in read_metrics(Path(tree["run"]))]
@@ -60,5 +60,5 @@ def test_compiled_layers_learn_the_same(parallel, model, tmp_path):
     )
     compiled = {**plain, "train": {**plain["train"], "compile": True}, "experimental": ["compile"]}
     compiled["run"] = str(tmp_path / "compiled")
-    # float32 rounds at 6e-8; sums in another order stray by a few of these
+    # float32 rounds at 6e-8; sums in another order differ by a few of these
     assert losses(compiled, tmp_path, nproc) == pytest.approx(losses(plain, tmp_path, nproc), rel=1e-5)

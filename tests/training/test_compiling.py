@@ -1,4 +1,4 @@
-"""compiling: a run on a CPU compiles its fused operations where it repays the wait, and goes on as it has begun."""
+"""compiling: a run on a CPU compiles its fused operations if it is long enough, and keeps that choice when resumed."""
 
 from pathlib import Path
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""What of a run's data and settings a checkpoint keeps, who tells it, and how a change is said."""
+"""What a checkpoint records of a run's data and settings, which ranks report it, and how changes are reported."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""dry_run: what a run would do, in numbers worked out by hand."""
+"""dry_run: what a run would do, with numbers computed by hand."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""step_traffic of a BERT and a T5: what gloo ranks exchange in a step, of masked tokens as many as the text has."""
+"""step_traffic of a BERT and a T5: what gloo ranks exchange in a step, with the actual number of masked tokens."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""expert_loads: the numbers of a run with experts in metrics.jsonl, by hand, and the alarm of a run that collapses."""
+"""expert_loads: expert statistics in metrics.jsonl, by hand, and the warning about a collapsed routing."""
 
 import math
 import re

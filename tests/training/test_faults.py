@@ -1,4 +1,4 @@
-"""The layout suite would notice: classic mistakes of parallel training, made on purpose, each show as a difference."""
+"""The layout suite detects mistakes: seeded classic faults of parallel training each show as a difference."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

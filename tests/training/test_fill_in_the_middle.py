@@ -1,4 +1,4 @@
-"""A run whose documents are reordered: the same in every layout and after a stop; what it cannot do is refused."""
+"""A run with reordered documents: the same in every layout and after a resume; and refusals."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs whose experts exchange through DeepEP, a stand-in for it, are built on all ranks or refused on all."""
+"""Runs whose experts exchange tokens through (a stand-in for) DeepEP are built on all ranks or refused on all."""
 
 import sys
 from types import SimpleNamespace

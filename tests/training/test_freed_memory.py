@@ -1,4 +1,4 @@
-"""freed_memory: what is free between tensors that live on goes back to the system, once there is much of it."""
+"""freed_memory: memory freed between live tensors is returned to the system once there is much of it."""
 
 import sys
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def run_on(device: str) -> SimpleNamespace:
 
 def test_free_memory_in_pieces_is_given_back():
     freed = FreedMemory(run_on("cpu"))
-    freed.is_first, freed.usual = False, 1  # so that any growth is much
+    freed.is_first, freed.usual = False, 1  # so that any growth counts as much
     living = in_pieces()
     held = _held()
     freed.on_step(run_on("cpu"), None)

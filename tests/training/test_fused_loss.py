@@ -1,4 +1,4 @@
-"""train.fused_linear_cross_entropy: the output projection and the loss in one, in every layout."""
+"""train.fused_linear_cross_entropy: fused output projection and loss, in every layout."""
 
 from typing import Any
 from unittest.mock import patch

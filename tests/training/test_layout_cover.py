@@ -1,6 +1,6 @@
-"""The first promise once more, on layouts that nobody chose: every two values of any two axes meet in one of them.
+"""Every layout computes what one process does, on generated layouts in which every two values of any two axes meet.
 
-Here are those of the Llama's shape, in test_layout_cover_gpt2.py the others: two files, which two workers share.
+This file has those of the Llama's shape, test_layout_cover_gpt2.py the others, so that two workers can share them.
 """
 
 from itertools import combinations, product
@@ -25,7 +25,7 @@ def test_every_pair_of_values_that_fits_is_in_one_of_the_covering_layouts():
     covering = set().union(*(pairs(row) for row in layouts(NUMBER)[: num_covering()]))
     for (one, values), (other, other_values) in combinations(AXES.items(), 2):
         for pair in product(values, other_values):
-            # of the degrees it is their product that decides; the rest the settings refuse, or it needs others
+            # for degrees, only their product matters; the settings refuse the rest, or it needs others
             named = {one: pair[0], other: pair[1]}
             if {one, other} <= set(DEGREES) and pair[0] * pair[1] <= MOST_RANKS:
                 assert tuple(named.items()) in covering, named

@@ -1,7 +1,7 @@
-"""The first promise: every layout computes what one process does. Float64, gloo ranks, against plain torch.
+"""Every layout computes what one process does: float64, gloo ranks, against plain torch.
 
-These layouts are chosen by hand. `make test` has generated ones of test_layout_cover.py, in which every value of these
-settings is, and of these only what those do not have.
+These layouts are chosen by hand. `make test` runs generated ones of test_layout_cover.py, with every value of these
+settings, and of these only what those lack.
 """
 
 from collections.abc import Hashable, Iterable

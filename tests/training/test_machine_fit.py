@@ -1,4 +1,4 @@
-"""training/machine_fit: what surely cannot be is refused with both numbers, and nothing else is."""
+"""training/machine_fit: only what certainly does not fit is refused, with both numbers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""memory: what is counted on tensors without memory is what real ones take, in each layout; the rest is by hand."""
+"""memory: counts on tensors without storage match the memory of real ones, in each layout; the rest is by hand."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

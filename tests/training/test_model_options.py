@@ -1,6 +1,6 @@
 """Every option of the model learns in five layouts what it learns in one process: float64, gloo ranks, two steps.
 
-The options are those of the tables ``model_options_*.py`` beside this file: name -> groups of settings.
+The options are in the tables ``model_options_*.py`` next to this file: name -> groups of settings.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A checkpoint of experts is read in any other division of them: the same weights, moments, biases and forward."""
+"""A checkpoint of experts can be read in any other expert layout: same weights, moments, biases and forward."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,4 +1,4 @@
-"""The layout suite would notice mistakes with experts: each, made on purpose, shows as a difference."""
+"""The layout suite detects seeded faults in experts: each shows as a difference."""
 
 from typing import Any
 

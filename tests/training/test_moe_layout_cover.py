@@ -1,4 +1,4 @@
-"""Mixtures of experts learn what one process does, in layouts that nobody chose: float64, up to eight gloo ranks."""
+"""Mixtures of experts learn what one process does, in generated layouts: float64, up to eight gloo ranks."""
 
 from itertools import combinations, product
 

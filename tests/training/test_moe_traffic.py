@@ -1,4 +1,4 @@
-"""step_traffic of layers with experts: what gloo ranks exchange, byte by byte, with even loads and with any others."""
+"""step_traffic of layers with experts: what gloo ranks exchange, byte by byte, with even and uneven loads."""
 
 from collections import Counter
 from functools import partial

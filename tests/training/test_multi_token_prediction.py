@@ -1,4 +1,4 @@
-"""Multi-token prediction in a run: the same in every layout, documents apart, faults caught, terms apart."""
+"""Multi-token prediction in a run: the same in every layout, with separate documents and loss terms; caught faults."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

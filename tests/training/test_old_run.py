@@ -1,4 +1,4 @@
-"""A run that an earlier version began: its settings and its state are read, and it goes on as it would have there.
+"""A run started by an earlier version: its settings and state are read, and it continues as it would have there.
 
 ``run_of_0_1`` is the folder of a run of four steps in float64, without dropout, at its second; written by the version
 whose layers were numbered, whose state had no version, and whose settings were in two levels. Its losses are below.

@@ -1,8 +1,8 @@
-"""Layouts, faults and resume hold on every path that a run can take, not on the reference alone.
+"""Layouts, faults and resume are tested on every path that a run can take, not only on the reference.
 
 float64 takes the reference, and so does every small tensor, so that test_layouts, test_faults and test_resume meet no
-other path. Here operations are made to take theirs: blocked in float64, compiled and Triton's (in its interpreter) in
-float32, each against the reference in float64.
+other path. Here operations are forced to: blocked in float64, compiled and Triton (in its interpreter) in float32, each
+against the reference in float64.
 """
 
 from math import prod

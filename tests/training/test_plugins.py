@@ -1,4 +1,4 @@
-"""The seams: what is plugged in from outside trains in every layout to the numbers of one process."""
+"""User-written extensions train in every layout to the numbers of one process."""
 
 from pathlib import Path
 from typing import Any

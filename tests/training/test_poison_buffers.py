@@ -1,4 +1,4 @@
-"""train.poison_buffers: no bit changes, and code that reads what is not there yet ends in NaN instead of by luck."""
+"""train.poison_buffers: no bit changes, and code that reads data before it arrives always gets NaN."""
 
 from collections.abc import Callable
 from typing import Any

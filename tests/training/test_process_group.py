@@ -1,4 +1,4 @@
-"""process_group: begun for a run, and ended with it; after an error without waiting for other ranks."""
+"""process_group: created for a run and destroyed with it; after an error without waiting for other ranks."""
 
 import pytest
 import torch

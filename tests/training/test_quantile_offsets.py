@@ -1,4 +1,4 @@
-"""The offsets of selection=quantile follow the logits of every step of a run, on any ranks, and through a resume."""
+"""The offsets of selection=quantile follow the logits of every step of a run, on any ranks, also after a resume."""
 
 from statistics import mean
 from typing import Any

@@ -1,4 +1,4 @@
-"""train.recompute_modules: what is named is computed again in backward and not kept, and no bit changes."""
+"""train.recompute_modules: the named parts are recomputed in backward and not saved, and no bit changes."""
 
 import gc
 from collections import Counter
@@ -125,7 +125,7 @@ def kept(tree: dict[str, Any]) -> int:
     for _ in range(2):  # the first forward allocates what stays: gathered weights, tables
         with LiveMemory() as memory:
             output = run.task.forward(run.chunks[0], inputs, None)
-        gc.collect()  # what a cycle alone holds is not kept
+        gc.collect()  # free what only reference cycles hold
         found = memory.alive()
         output.sum().backward()
     return found
@@ -198,7 +198,7 @@ def test_it_computes_what_one_process_does(parallel, names, tmp_path):
 
 
 class Linears(OtherSecondLayer):
-    """A model without the house's attention and feed-forward."""
+    """A model without Megalith's attention and feed-forward modules."""
 
     def build_model(self, options: Any, stage: Any = None) -> Any:
         model = super().build_model(options, stage)

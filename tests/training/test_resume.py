@@ -1,4 +1,4 @@
-"""A run that is interrupted is the run that was not: killed, asked to stop, or moved to another layout."""
+"""An interrupted run equals an uninterrupted one: killed, asked to stop, or moved to another layout."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ class Interrupted:
     stopped: Ended
 
 
-# tests/resilience/test_deaths.py has ranks that a signal reaches, which start slowly
+# tests/resilience/test_deaths.py sends signals to ranks, which start slowly
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     """On 1 or 2 ranks. Programs take seconds to start, so one kill and one signal serve every test of them."""

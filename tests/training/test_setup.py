@@ -1,4 +1,4 @@
-"""What the settings ask for is applied to the model from outside: recomputation and compilation, layer by layer."""
+"""Settings are applied to the model from outside: recomputation and compilation, layer by layer."""
 
 from typing import Any
 from unittest.mock import patch
@@ -52,7 +52,7 @@ def test_recomputation_runs_again_what_the_setting_names(recompute, want, tmp_pa
 
 
 class NoCores(OtherSecondLayer):
-    """A model whose attention is not the house's."""
+    """A model with its own attention module."""
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> Any:
         model = super().build_model(options, stage)
@@ -157,7 +157,7 @@ def test_stages_that_cannot_be_built_are_refused_on_every_rank(task, message, tm
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
 def test_a_parameter_that_two_stages_have_is_refused_on_every_rank(schedule, virtual, tmp_path):
-    # of the names that tied stages share, those of declared copies are no mistake
+    # stages may share the names of declared copies
     model = {"num_layers": 4, "tie_word_embeddings": True}
     tree = settings(tmp_path, model=model, parallel={"pipeline": 2, "virtual": virtual, "schedule": schedule})
     for refusal in ranks(2, refusal_of_stages, tree, ScaledStages):

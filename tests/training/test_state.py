@@ -1,4 +1,4 @@
-"""The state of a run that checkpoints hold: it has a version, older ones are brought up, later ones refused."""
+"""A run's state in checkpoints: it has a version, older ones are upgraded, later ones refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whatever state.json holds, it is loaded, or refused in one line: the file, the field, what is wanted and given."""
+"""Whatever state.json contains, it is loaded or refused in one line: the file, the field, wanted and given values."""
 
 import copy
 import json

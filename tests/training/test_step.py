@@ -1,4 +1,4 @@
-"""What a step decides: whether its numbers may be used, together on all ranks."""
+"""Whether a step's numbers are usable, decided together on all ranks."""
 
 from itertools import product
 from pathlib import Path

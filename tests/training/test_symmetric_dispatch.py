@@ -1,4 +1,4 @@
-"""Runs whose experts exchange through symmetric memory, a stand-in for it, learn what one process learns."""
+"""Runs whose experts exchange tokens through (a stand-in for) symmetric memory learn what one process learns."""
 
 from typing import Any
 from unittest.mock import patch

@@ -1,6 +1,6 @@
 """Two stacks learn in every layout what they learn in one process: padded and packed rows, float64, two steps.
 
-What one process computes is compared elsewhere: with pairs of rows one by one in tests/models/test_t5_model.py, with
+One process is checked elsewhere: against single pairs of rows in tests/models/test_t5_model.py, and against
 transformers in tests/models/hf/test_t5.py.
 """
 

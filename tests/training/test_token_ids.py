@@ -1,4 +1,4 @@
-"""A run over token ids that its model has no row for: told before step 1, or, past the scan, by every rank at once."""
+"""A run over token ids without a row in the model: reported before step 1 or, beyond the scan, by all ranks at once."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""step_traffic: what gloo ranks exchange in a step, collective by collective and byte by byte, on every axis."""
+"""step_traffic: what gloo ranks exchange in a step, by collective and byte, on every axis."""
 
 import shutil
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Several validation sets with names: each is measured as if alone, in any layout, and the first decides."""
+"""Several named validation sets: each is evaluated as if alone, in any layout; the first decides which step is best."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Split backwards in a whole run: bit for bit what whole ones compute, and each mistake that they invite is caught."""
+"""Split backwards in a run: bit for bit what whole ones compute; the faults they invite are caught."""
 
 from collections.abc import Callable
 from pathlib import Path

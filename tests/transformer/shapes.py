@@ -1,4 +1,4 @@
-"""Small transformers of every shape, and what their parts are built with on one process."""
+"""Small transformers of every shape, and the arguments to build their parts in one process."""
 
 from typing import Any
 

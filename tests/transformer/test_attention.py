@@ -1,4 +1,4 @@
-"""attention: its formula from its own weights; rotary, cached, packed, under any mask; split over tp; refusals."""
+"""attention: against its formula; rotary, cached, packed, under any mask; split over tp; refusals."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def built(**changes: object) -> SelfAttention:
     name_dropout_sites_(layer)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(layer):
-            if len(spec.shape) == 1:  # biases begin at zero, and would not show
+            if len(spec.shape) == 1:  # biases start at zero, where mistakes would not show
                 parameter.add_(len(name) / 20.0)
     return layer
 

@@ -1,4 +1,4 @@
-"""attention_mask: who sees whom, by hand; and attention is the softmax over exactly those, with and without dropout."""
+"""attention_mask: visible keys, by hand; and attention is the softmax over exactly these, with and without dropout."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""cross_attention and encoder_output: the formula, what each token of a decoder sees, and gradients of both inputs."""
+"""cross_attention and encoder_output: the formula, what each decoder token sees, and gradients of both inputs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""dot_product_attention: softmax spelled out in float64, documents apart, queries after a cache, and dropout by key."""
+"""dot_product_attention: plain softmax in float64, separate documents, queries after a cache, and dropout by key."""
 
 from collections.abc import Callable
 

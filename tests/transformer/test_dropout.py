@@ -1,4 +1,4 @@
-"""dropout: a place draws by its name, a stage what the whole would, and a rank knows the tokens that it holds."""
+"""dropout: a module draws by its name, a stage draws what the whole model would, and a rank knows its tokens."""
 
 import copy
 
@@ -60,7 +60,7 @@ def test_places_of_other_names_drop_other_elements_and_of_one_name_the_same():
     masks = [mask_of(first, "a.drop"), mask_of(first, "b.drop"), mask_of(second, "c.drop"), mask_of(first, "a.drop", 2)]
     for i, mask in enumerate(masks):
         for other in masks[:i]:
-            assert (mask == other).float().mean() == pytest.approx(0.5, abs=0.025)  # five deviations
+            assert (mask == other).float().mean() == pytest.approx(0.5, abs=0.025)  # five standard deviations
 
 
 def test_a_place_that_nobody_named_is_refused():

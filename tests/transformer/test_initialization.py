@@ -1,4 +1,4 @@
-"""initialization: the numbers of GPT-2's rule, and the weights that follow it."""
+"""initialization: the values of GPT-2's rule, and the weights that follow it."""
 
 import pytest
 import torch
@@ -23,6 +23,6 @@ def test_projections_into_the_residual_stream_begin_narrower_and_the_others_do_n
         if parameter.dim() == 1:
             continue
         std = 0.005 if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight") else 0.02
-        # the spread of a sample's deviation: std / sqrt(2 n)
+        # the standard error of a sample's standard deviation: std / sqrt(2 n)
         assert parameter.std().item() == pytest.approx(std, rel=5 / (2 * parameter.numel()) ** 0.5)
         assert parameter.mean().item() == pytest.approx(0.0, abs=5 * std / parameter.numel() ** 0.5)

@@ -1,4 +1,4 @@
-"""layer: its two halves by formula, of any parts; what recomputation keeps; the same numbers over tp and FSDP2."""
+"""layer: its two halves by formula, with any parts; what recomputation saves; the same numbers over tp and FSDP2."""
 
 from dataclasses import replace
 from functools import partial

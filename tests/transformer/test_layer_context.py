@@ -1,4 +1,4 @@
-"""layer_context: the cache of keys and values stays where it is until it grows, and has an end."""
+"""layer_context: the key-value cache stays in place until it grows, and has a maximum size."""
 
 import pytest
 import torch

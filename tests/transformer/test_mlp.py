@@ -42,7 +42,7 @@ def x_of() -> Tensor:
 
 
 def applied(activation: str, a: Tensor) -> Tensor:
-    """Of the gate, or of the one projection where there is none."""
+    """Of the gate, or of the only projection without a gate."""
     match activation:
         case "swiglu":
             return a / (1.0 + torch.exp(-a))

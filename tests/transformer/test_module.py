@@ -1,4 +1,4 @@
-"""module: models built on meta and made real, drawn again, counted; whoever hides a parameter or buffer is refused."""
+"""module: models built on meta and allocated, reinitialized, counted; hidden parameters or buffers are refused."""
 
 import pytest
 import torch

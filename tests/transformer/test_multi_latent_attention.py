@@ -1,4 +1,4 @@
-"""Latent attention: its cache and the two ways to read it; numbers are compared in tests/models/test_gpt_model.py."""
+"""Latent attention: its cache and the two ways to read it; tests/models/test_gpt_model.py compares numbers."""
 
 from typing import Any
 from unittest.mock import patch

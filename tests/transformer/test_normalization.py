@@ -1,4 +1,4 @@
-"""normalization: torch's RMSNorm and LayerNorm, by formula too, with parameters that are whole on every rank."""
+"""normalization: against torch's RMSNorm and LayerNorm, and formulas, with full parameters on every rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""relative_position_bias: transformers' buckets, the bias of blocks, its gradient, and attention under every method."""
+"""relative_position_bias: transformers' buckets, the bias of blocks, its gradient, and attention with every method."""
 
 import pytest
 import torch

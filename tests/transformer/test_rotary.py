@@ -1,4 +1,4 @@
-"""rotary: complex numbers turned by their position, whatever the tables' layout."""
+"""rotary: complex numbers rotated by their position, whatever the tables' layout."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def turned(x: Tensor, table: RotaryTable) -> Tensor:
 
 
 def by_complex_numbers(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Features i and i + D/2 are one complex number, turned by positions[b, s] * base^(-2i / D)."""
+    """Features i and i + D/2 are one complex number, rotated by positions[b, s] * base^(-2i / D)."""
     half = x.shape[-1] // 2
     number = torch.complex(x[..., :half], x[..., half:])
     frequency = torch.tensor([base ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)

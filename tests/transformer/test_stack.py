@@ -1,4 +1,4 @@
-"""stack: layers in order, under global indices; each drops elements of its own and has a cache of its own."""
+"""stack: layers in order, under global indices; each has its own dropout mask and its own cache."""
 
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ def test_each_layer_has_a_cache_of_its_own():
     assert [cache.num_tokens for cache in caches.values()] == [S] * 3
     keys = stack["2"].self_attn.k_proj(stack["2"].input_layernorm(stack["1"](x_of(), context_of())))
     assert caches[2].held[0].shape == (S, B, 2, D)
-    torch.testing.assert_close(caches[2].held[0][0], keys[0].view(B, 2, D), rtol=1e-12, atol=1e-12)  # not turned at 0
+    torch.testing.assert_close(caches[2].held[0][0], keys[0].view(B, 2, D), rtol=1e-12, atol=1e-12)  # not rotated at 0
 
 
 class Doubled(nn.Module):

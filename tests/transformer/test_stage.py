@@ -1,4 +1,4 @@
-"""stage: its layers by global index, and what is no stage."""
+"""stage: its layers by global index, and invalid stages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""step_record: what layers write for each micro-batch, once however often they run."""
+"""step_record: what layers write for each micro-batch, once, however often they run."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""fused_weighted_squared_relu: values by hand, the names of the field, refusals, NaN, addresses past 32 bits."""
+"""fused_weighted_squared_relu: values by hand, Megatron's names, refusals, NaN, addresses beyond 32 bits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Cases of AdamW: every row of the inputs is a tensor, and what was written is the result."""
+"""Cases of AdamW: every row of the inputs is one tensor, and the updated tensors are the result."""
 
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ def compute(
     *,
     backend: Any,
 ) -> tuple[Tensor, ...]:
-    """What the tensors are after an update, and nothing of what was given changed."""
+    """The tensors after an update, which leaves the given ones unchanged."""
     given = (weight, exp_avg, exp_avg_sq) if copy is None else (weight, exp_avg, exp_avg_sq, copy)
     written = [x.clone(memory_format=torch.contiguous_format) for x in given]
     grads, w, m, v, *copies = ([*x.unbind(), x.new_empty(0)] for x in (grad, *written))  # the last one is empty

@@ -1,4 +1,4 @@
-"""AdamW over many tensors: torch's own optimizers, step by step, and all that a loop does around an update."""
+"""AdamW over many tensors: step by step like torch's optimizers, with everything a training loop does around it."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_copies_are_the_masters_rounded_in_the_same_pass(dtype, path, device):
     state.update_(path)
     for w, copy, want in zip(state.weights, state.copies, alone.weights, strict=True):
         assert copy.dtype == dtype
-        if path == "aten":  # a long tensor takes other vectors in blocks than whole
+        if path == "aten":  # a long tensor is vectorized differently in blocks
             torch.testing.assert_close(w, want, rtol=1e-6, atol=1e-6)
         else:
             assert torch.equal(w, want)

@@ -1,4 +1,4 @@
-"""attention_gradients: back through one part of the keys from the merged result, as autograd goes through the merge."""
+"""attention_gradients: backward through one part of the keys from the merged result, as autograd through the merge."""
 
 from collections.abc import Hashable
 from itertools import product

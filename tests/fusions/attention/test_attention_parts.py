@@ -1,4 +1,4 @@
-"""merge_attention and sink_correction: parts of the keys make the whole, forward and backward."""
+"""merge_attention and sink_correction: parts of the keys merge into the whole, forward and backward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""fused_attention with a softcap of its scores: beside float64 with every option, at both ends, and on a CPU."""
+"""fused_attention with a softcap: compared with float64 with every option, at both extremes, and on a CPU."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Attention on a CPU, as torch.compile sees it; its numbers are those of tests/fusions/test_fused_attention.py."""
+"""Attention on a CPU, under torch.compile; test_fused_attention.py checks its numbers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""fused_attention beside torch's own, by hand, over documents, caches, windows and sinks; and every refusal."""
+"""fused_attention against torch's own and by hand, with documents, caches, windows and sinks; and every refusal."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -367,7 +367,7 @@ def test_defaults_never_make_every_score():
     assert FUSION.default(torch.zeros(1, dtype=torch.float64)) == "reference"  # but in float64, as everywhere
 
 
-# bytes of shared memory that a program may take
+# bytes of shared memory that a program may use
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 

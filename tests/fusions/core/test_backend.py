@@ -1,4 +1,4 @@
-"""The choice of path: argument, then ``use``, then the table; what is demanded and cannot run raises and says why."""
+"""The choice of path: argument, then ``use``, then the table; a requested path that cannot run raises."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ FUSION = Fusion("weighted_squared_relu", PATHS, defaults=LOOPS)
 
 
 def tensor(device: str = "cpu", dtype: torch.dtype = torch.float32, numel: int = LARGEST_WHOLE + 1) -> SimpleNamespace:
-    """All that the choice looks at, so that the row of a GPU can be read without one."""
+    """Everything the choice depends on, so that a GPU's row can be tested without one."""
     return SimpleNamespace(device=torch.device(device), dtype=dtype, numel=lambda: numel)
 
 
@@ -83,7 +83,7 @@ def test_use_is_of_the_thread_that_says_it():
 def test_use_is_of_the_task_that_says_it():
     async def path(preferred: str | None) -> str:
         with use(preferred):
-            await asyncio.sleep(0)  # the other tasks run meanwhile
+            await asyncio.sleep(0)  # other tasks run in the meantime
             return FUSION.path(tensor(), None)
 
     async def both() -> list[str]:

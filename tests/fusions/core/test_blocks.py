@@ -1,4 +1,4 @@
-"""Blocks of rows: whole results whatever the cut, sums over all rows, and rows as wide as the formula wants them."""
+"""Blocks of rows: complete results for any block size, sums over all rows, rows as wide as the formula needs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compiled formulas over rows: compiled once for any number of rows, whole results in parts of tensors, sums of all."""
+"""Compiled formulas over rows: compiled once for any number of rows, results written to parts of tensors, sums."""
 
 import functools
 

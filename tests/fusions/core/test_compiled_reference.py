@@ -1,4 +1,4 @@
-"""What is compiled from a reference behaves in autograd as the reference does: twice, under checkpoints, with hooks."""
+"""A compiled reference behaves in autograd like the reference: twice, under checkpoints, with hooks."""
 
 import torch
 from torch import Tensor

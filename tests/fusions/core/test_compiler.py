@@ -1,4 +1,4 @@
-"""Whether torch.compile can build here is asked by building, and every reason why not is one clause."""
+"""Whether torch.compile works here is tested by compiling, and every reason why not is one clause."""
 
 from contextlib import ExitStack, nullcontext
 

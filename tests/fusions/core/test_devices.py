@@ -1,4 +1,4 @@
-"""Launchers run with the GPU of their tensors as the current one; shown with fake tensors."""
+"""Launchers make the GPU of their tensors the current one; tested with fake tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

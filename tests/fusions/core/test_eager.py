@@ -1,4 +1,4 @@
-"""Eager mode calls implementations without the dispatch of an operator; whatever must see an operator still does."""
+"""Eager mode calls implementations without operator dispatch, except where something must see an operator."""
 
 import copy
 from collections import defaultdict
@@ -128,7 +128,7 @@ def test_what_is_saved_goes_through_hooks_once():
 
 
 def kernels_launched() -> list[object]:
-    """What a norm on a CPU launches where kernels are born compiled, and what its kernel is."""
+    """What a norm on a CPU launches without the interpreter, and what its kernel is."""
     from megalith.fusions.norm.kernels import add_norm
 
     launched = []

@@ -1,4 +1,4 @@
-"""fusions.explain(): a row for each operation, the path that it would take, and why."""
+"""fusions.explain(): a row for each operation, with the path it would take and why."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Registered operators: torch.compile sees through them to the kernels. Shown on one, traced as if for an H100."""
+"""Registered operators: torch.compile sees through them to the kernels. Tested on one, traced as if for an H100."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.kernel_reports import TARGETS, without_interpreter
 
 
 class Driver:
-    """All that a trace asks of Triton's driver."""
+    """Everything a trace asks of Triton's driver."""
 
     def get_current_target(self):
         return TARGETS["sm_90"]

@@ -1,6 +1,6 @@
-"""Records of operands: an operator's schema has the names and types of their fields."""
+"""Operand records: an operator's schema has the names and types of their fields."""
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a star would iterate over the record's class, which has no fields
 
 from typing import NamedTuple, Unpack
 

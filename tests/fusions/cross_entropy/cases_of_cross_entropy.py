@@ -12,7 +12,7 @@ from megalith.fusions.cross_entropy.vocab_parallel import FUSION
 from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from tests.fusions.harness import Case, Inputs
 
-LOSS_SCALE = 1024.0  # as float16 trains: without it most of its gradients here are subnormal
+LOSS_SCALE = 1024.0  # as in float16 training: without it, most gradients here are subnormal
 
 
 def inputs(T: int, V: int, dtype: torch.dtype, device: str, *, ignored: bool = False, padding: int = 0) -> Inputs:

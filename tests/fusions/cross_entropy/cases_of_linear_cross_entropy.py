@@ -1,6 +1,6 @@
-"""Cases of output projection and cross entropy in one, on one rank.
+"""Cases of fused output projection and cross entropy, on one rank.
 
-In float32: in 16 bits the logits are rounded before the loss, as linear rounds them, so float64 says something else.
+In float32: in 16 bits, the logits are rounded before the loss, as by linear, so float64 would differ.
 """
 
 from functools import partial

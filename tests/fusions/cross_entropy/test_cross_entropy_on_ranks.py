@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that is split on gloo ranks, with and without the projection: one rank's numbers."""
+"""Cross entropy over a vocabulary split over gloo ranks, with and without the projection, matches one rank."""
 
 import contextlib
 from collections.abc import Hashable, Iterator
@@ -101,7 +101,7 @@ def whole(answers: list[Answer], leaf: str) -> Tensor:
 
 
 def pairs(one: tuple[int, str, str]) -> set[Hashable]:
-    """What `make test` shows once; four ranks that import triton take too long."""
+    """The values that `make test` covers once; four ranks that import triton take too long."""
     num_ranks, path, of = one
     return set() if (num_ranks, path) == (4, "triton") else {(num_ranks, path), (path, of), (num_ranks, of)}
 

@@ -1,4 +1,4 @@
-"""fused_cross_entropy: what only it has, beside what tests/fusions/test_every_fusion.py holds every operation to."""
+"""fused_cross_entropy: its own properties, in addition to those that test_every_fusion.py checks for all operations."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PATHS = ("triton", "blocked", "reference")
 # float32 against float64: of the loss and of the target's gradient, however small
 SINGLE = 4e-6
 every_path = pytest.mark.parametrize("path", PATHS)
-# what numpy says of it in the interpreter; a GPU says nothing
+# numpy warns of it in the interpreter; a GPU does not
 infinite = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 
 

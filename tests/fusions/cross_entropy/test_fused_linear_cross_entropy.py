@@ -1,4 +1,4 @@
-"""fused_linear_cross_entropy: what only it has, beside what test_every_fusion.py holds every operation to."""
+"""fused_linear_cross_entropy: its own properties, in addition to those that test_every_fusion.py checks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Cross entropy of a padded vocabulary: how wide its kernels load a row, and that the padding counts for nothing.
+"""Cross entropy of a padded vocabulary: how wide its kernels load a row, and that padding has no effect.
 
 GPT-2 has 50257 words, and its output layers commonly have 50304 columns.
 """
@@ -14,7 +14,7 @@ from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entr
 from tests.kernel_reports import TARGETS, launches, widest_load, without_interpreter
 from tests.sampling import sampled
 
-# what numpy says of it in the interpreter; a GPU says nothing
+# numpy warns of it in the interpreter; a GPU does not
 infinite = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 ROW_BY_ROW = ("_statistics_kernel", "_gradient_kernel")  # they read logits
 

@@ -1,4 +1,4 @@
-"""Cases of grouped matrix products; the width is H, in multiples that every path takes."""
+"""Cases of grouped matmuls; the width is H, in multiples that every path accepts."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""fused_pad_routing_map: columns worked out by hand, long maps of many tiles, layouts and dtypes kept, refusals."""
+"""fused_pad_routing_map: columns by hand, long maps of many tiles, preserved layouts and dtypes, refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""grouped_matmul: what only it has, beside what test_every_fusion.py holds every operation to."""
+"""grouped_matmul: its own properties, in addition to those that test_every_fusion.py checks for all operations."""
 
 from typing import Any
 

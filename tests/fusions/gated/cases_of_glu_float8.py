@@ -1,4 +1,4 @@
-"""Cases of the gated linear units that keep their input in 8 bits: a value of x, and gradients at x rounded."""
+"""Cases of gated linear units that save their input in 8 bits: values at x, gradients at the rounded x."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""fused_bias_geglu: the names of the field over glu; the clamp comes after the bias."""
+"""fused_bias_geglu: Megatron's names for glu; the clamp comes after the bias."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""fused_bias_swiglu: the names of the field over glu, and an input that is kept in CPU memory."""
+"""fused_bias_swiglu: Megatron's names for glu, and an input that is saved in CPU memory."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_cpu_offload_input_keeps_nothing_on_the_device_and_changes_no_number(giv
 
     for got, want in zip(run(True), run(False), strict=True):
         assert torch.equal(got, want)
-    # autograd asks the innermost hooks, which send what it saves away: those outside see none of it
+    # autograd calls only the innermost hooks, which offload what it saves: outer hooks see nothing
     offloaded = saved_bytes(lambda: bias_swiglu_impl(y, bias, fp8_input_store, True, backend="blocked"))
     kept = saved_bytes(lambda: bias_swiglu_impl(y, bias, fp8_input_store, False, backend="blocked"))
     assert offloaded == 0 < kept

@@ -1,4 +1,4 @@
-"""glu: values by hand and by torch, both spellings of its gradient, what it refuses, NaN, addresses past 32 bits."""
+"""glu: values by hand and from torch, both forms of its gradient, refusals, NaN, addresses beyond 32 bits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -69,7 +69,7 @@ def test_the_written_gradient_is_that_of_torch(activation, given):
     assert [g is None for g in got] == [t is None for t in (x, up, bias, w)]
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # from numpy, in the interpreter
 @pytest.mark.parametrize("backend", PATHS)
 @pytest.mark.parametrize("activation", ["silu", "quick_gelu", "relu"])
 def test_nan_and_inf_pass_as_in_torch(activation, backend, device):
@@ -88,7 +88,7 @@ def test_nan_and_inf_pass_as_in_torch(activation, backend, device):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # from numpy, in the interpreter
 @pytest.mark.parametrize("backend", [*PATHS, pytest.param("compile", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "relu"])

@@ -1,4 +1,4 @@
-"""glu_float8: what it stores, exactly; what that costs in accuracy; the numbers of float8 inside kernels."""
+"""glu_float8: exactly what it saves, what that costs in accuracy, float8 numbers inside kernels."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def test_kernels_round_to_float8_as_torch_does(natively, device):
         pytest.skip("no GPU that converts 8 bits")
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     exact = numbers.nan_to_num(0.0).sort().values
-    between = (exact[1:] + exact[:-1]) / 2  # of two as near, the even one
+    between = (exact[1:] + exact[:-1]) / 2  # ties go to the even one
     torch.manual_seed(0)
     drawn = (torch.randn(3582) * torch.randn(3582).mul(3).exp()).clamp(-448, 448)
     x = torch.cat((numbers, between, drawn, torch.tensor([2.0**-10, -(2.0**-10), 2.0**-130])))  # 4096 of them
@@ -50,7 +50,7 @@ def test_kernels_round_to_float8_as_torch_does(natively, device):
     ("capability", "hip", "interprets", "natively"),
     [
         ((8, 0), None, False, False),
-        ((8, 9), None, False, False),  # which would round twice
+        ((8, 9), None, False, False),  # this would round twice
         ((9, 0), None, False, True),
         ((9, 4), "7.0", False, False),
         ((9, 0), None, True, False),

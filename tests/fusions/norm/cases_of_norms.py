@@ -1,4 +1,4 @@
-"""Cases of LayerNorm, RMSNorm, and both behind bias, dropout and residual."""
+"""Cases of LayerNorm, RMSNorm, and both after bias, dropout and residual."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""fused_add_norm: the addition and the norm that it stands for, its two gradients, masks, refusals."""
+"""fused_add_norm: equal to an addition and a norm, its two gradients, masks, refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -203,7 +203,7 @@ def test_autograd_sees_who_writes_into_the_sum(path, normalization, with_dropout
         refusal = str(error)
     if got is None:
         assert "modified by an inplace operation" in refusal
-    else:  # what was written over is not what backward reads
+    else:  # backward does not read what was overwritten
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

@@ -225,7 +225,7 @@ def test_a_config_decides_where_it_speaks():
     assert norm.zero_centered_gamma
     assert all(parameter.sequence_parallel for parameter in norm.parameters())
     assert not FusedLayerNorm(None, 4).weight.sequence_parallel
-    assert FusedLayerNorm(None, 20480, device="meta").weight.shape == (20480,)  # Megatron's too takes tiles then
+    assert FusedLayerNorm(None, 20480, device="meta").weight.shape == (20480,)  # Megatron's also uses tiles then
 
 
 REFUSED_MODULES = {

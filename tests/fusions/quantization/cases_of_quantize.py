@@ -1,4 +1,4 @@
-"""Cases of the quantised tensors: their bytes and the bits of their scales, which are equal or wrong."""
+"""Cases of quantized tensors: their bytes and the bits of their scales, compared exactly."""
 
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ def nearest(y: Tensor, dtype: torch.dtype) -> Tensor:
     """The codes nearest to ``y``, to even at a tie, by looking at every number of the format."""
     table = numbers(dtype).to(y.device)
     middle = (table[1:] + table[:-1]) / 2
-    code = torch.searchsorted(middle, y.double().abs().contiguous())  # of two at the same distance, the lower
+    code = torch.searchsorted(middle, y.double().abs().contiguous())  # ties go to the lower one
     tie = y.double().abs() == middle[code.clamp_max(len(middle) - 1)]
     code = code + (tie & (code % 2 == 1) & (code < len(middle)))
     return (code | y.signbit().int() << (3 if dtype == E2M1 else 7)).to(torch.uint8)
@@ -51,7 +51,7 @@ def by_rows(x: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) -> tu
 
 
 def scales(amax: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) -> tuple[Tensor, Tensor]:
-    """What numbers are multiplied by to get them back, and to quantise them."""
+    """The factors to dequantize and to quantize with."""
     largest = numbers(dtype)[-1].float()
     if kind == "mxfp8":
         scale = 2.0 ** (amax.double().log2().floor() - largest.log2().floor()).clamp_min(-127)

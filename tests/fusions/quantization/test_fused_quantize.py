@@ -1,4 +1,4 @@
-"""Quantised tensors: every number of 16 bits on every path, scales by hand, what is not finite, and refusals."""
+"""Quantized tensors: every 16-bit number on every path, scales by hand, non-finite values, and refusals."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""fused_bias_dropout: one mask on every path and shard, its share, what is kept of it, and what is refused."""
+"""fused_bias_dropout: the same mask on every path and shard, its rate, what is saved, and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Cases of the rotary positions; a width stands for half a head."""
+"""Cases of rotary embeddings; a width stands for half a head."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Cases of multi-latent attention's rotary positions; a width stands for half of what is rotated."""
+"""Cases of multi-latent attention's rotary embedding; a width stands for half of the rotated part."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""fused_mla_rope_inplace, _out_of_place and _kv_split: what inverse and remove_interleaving mean, and who is told."""
+"""fused_mla_rope_inplace, _out_of_place and _kv_split: the meaning of inverse and remove_interleaving."""
 
 import inspect
 from collections.abc import Callable

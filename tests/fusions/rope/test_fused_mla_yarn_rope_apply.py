@@ -1,4 +1,4 @@
-"""fused_mla_yarn_rope_apply: the field's names and tables, packed and cut documents, gradients over the heads."""
+"""fused_mla_yarn_rope_apply: Megatron's names and tables, packed and split documents, gradients over the heads."""
 
 import inspect
 import math

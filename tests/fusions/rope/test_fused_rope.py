@@ -1,4 +1,4 @@
-"""fused_rope: values by hand, layouts, strides of a packed QKV, norms of one of two, far addresses, what it refuses."""
+"""fused_rope: values by hand, layouts, strides of a packed QKV, a norm of q or k only, far addresses, refusals."""
 
 import math
 from typing import Any

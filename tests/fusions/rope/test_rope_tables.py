@@ -1,4 +1,4 @@
-"""rope_tables: transformers' functions are the judge of frequencies; positions of packed tokens by hand."""
+"""rope_tables: frequencies against transformers' functions; positions of packed tokens by hand."""
 
 import math
 

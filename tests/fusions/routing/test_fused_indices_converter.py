@@ -1,4 +1,4 @@
-"""fused_indices_converter: rows worked out by hand, what is skipped, the way there and back, refusals."""
+"""fused_indices_converter: rows by hand, skipped entries, round trips, refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""fused_topk_router: weights by hand, ties, NaN, groups, bias, the field's form, and what is refused."""
+"""fused_topk_router: weights by hand, ties, NaN, groups, bias, Megatron's form, and refusals."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""fused_softmax: masks, windows and sinks by hand, wide rows, the field's names, and what is refused."""
+"""fused_softmax: masks, windows and sinks by hand, wide rows, Megatron's names, and refusals."""
 
 from enum import Enum
 from itertools import product
@@ -113,7 +113,7 @@ def test_what_is_hidden_is_not_read(backend, device):
         assert torch.equal(masked_softmax(x, backend=backend, **given), masked_softmax(want, backend=backend, **given))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of inf - inf in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from numpy, for inf - inf in the interpreter
 @pytest.mark.parametrize("backend", PATHS)
 def test_nan_and_inf_make_a_row_nan_as_in_torch(backend, device):
     x = torch.tensor([[[1.0, float("nan"), 2.0], [1.0, INF, 2.0], [1.0, -INF, 1.0]]], device=device)

@@ -1,4 +1,4 @@
-"""Mistakes that show where two axes meet and under neither alone, made on purpose: one for each pair of axes."""
+"""Seeded faults that show only if two axes are combined, one for each pair of axes."""
 
 from collections.abc import Callable
 from dataclasses import replace

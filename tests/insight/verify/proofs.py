@@ -1,4 +1,4 @@
-"""Proofs of tiny recipes, and runs of them with a mistake in every rank."""
+"""Proofs of tiny recipes, and runs with a fault in every rank."""
 
 from collections.abc import Callable
 from functools import partial

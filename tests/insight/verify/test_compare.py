@@ -1,4 +1,4 @@
-"""Records are compared entry by entry: in the metric of the promise, whatever ranks hold of them."""
+"""Records are compared entry by entry, in the metric of numerics/tolerance.py, however ranks split them."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Small layouts show every pair of axes that a run splits over, in eight ranks at most."""
+"""Small layouts cover every pair of axes that a run splits over, with at most eight ranks."""
 
 from itertools import combinations, product
 

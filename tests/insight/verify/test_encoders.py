@@ -1,4 +1,4 @@
-"""Proofs of encoders, alone and with decoders: what their tasks read is made small, and their mistakes are found."""
+"""Proofs of encoders, alone and with decoders: their data are made small, and seeded faults are found."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -33,7 +33,7 @@ CLASSIFICATION = {
     "data": {"train": "nowhere", "seq_length": 64},
 }
 SPANS = {**PRETRAINING, "model": {**t5.T5, "num_attention_heads": 8, "num_query_groups": 8, "num_layers": 4}}
-# of whose weights stages share the table of a stack that is cut, and nothing else
+# of its weights, stages share only the table of a stack that is split
 UNTIED = {**SPANS, "model": {**SPANS["model"], "tie_word_embeddings": False, "multipliers": {}}}
 SEQUENCE = {"tensor": 2, "sequence": True}
 # settings, the layout, and a mistake that is found in it

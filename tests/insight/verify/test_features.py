@@ -1,4 +1,4 @@
-"""What a recipe asks for beside its axes is in its proof, and a mistake that only shows there is found by it."""
+"""Features of a recipe other than its axes are in its proof, which finds faults that only they show."""
 
 from contextlib import ExitStack
 from functools import partial

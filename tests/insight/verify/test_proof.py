@@ -1,4 +1,4 @@
-"""A small recipe in a small layout equals one process; a mistake is found, and the axes that it needs."""
+"""A small recipe in a small layout equals one process; a fault is found, with the axes that it needs."""
 
 from typing import Any
 from unittest.mock import patch

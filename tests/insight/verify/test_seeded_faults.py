@@ -1,4 +1,4 @@
-"""Mistakes made on purpose are found, in the layout of fewest axes that shows them, and what differs first is named."""
+"""Seeded faults are found in the layout with the fewest axes that shows them, and the first difference is named."""
 
 from collections.abc import Callable
 from math import prod

@@ -1,4 +1,4 @@
-"""Mistakes with experts, made on purpose, are found in the layout of fewest axes, and the layer or weight is named."""
+"""Seeded faults in experts are found in the layout with the fewest axes, and the layer or weight is named."""
 
 from math import prod
 from typing import Any

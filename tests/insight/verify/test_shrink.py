@@ -1,4 +1,4 @@
-"""A small recipe is valid in each of its layouts, and has what the large one has."""
+"""A small recipe is valid in each of its layouts, and has the features of the large one."""
 
 import random
 from itertools import product

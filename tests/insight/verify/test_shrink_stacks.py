@@ -1,4 +1,4 @@
-"""A small T5 is valid in each of its layouts, small in both of its stacks, and has stages as the large one has."""
+"""A small T5 is valid in each of its layouts, small in both stacks, and has stages like the large one."""
 
 import random
 from math import prod

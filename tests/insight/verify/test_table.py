@@ -1,4 +1,4 @@
-"""What a person reads: a row for each run, what could not be shown, and a verdict that says where to look."""
+"""The printed table: a row for each run, what could not be shown, and a verdict that says where to look."""
 
 from megalith.insight.verify.proof import Case, Result
 from megalith.insight.verify.record import Key

@@ -1,4 +1,4 @@
-"""Which small runs a recipe takes, and what is told of what they cannot show."""
+"""Which small runs a recipe needs, and what is reported about what they cannot show."""
 
 import os
 

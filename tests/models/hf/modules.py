@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction as transformers has them, in files as DeepSeek's own have them."""
+"""Multi-token prediction modules as in transformers, stored as in DeepSeek's own files."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def write_with_modules(folder: Path, num_modules: int, **fields: Any) -> tuple[P
     modules = MtpModel(theirs, num_modules)
     with torch.no_grad():
         for name, tensor in modules.layers.state_dict().items():
-            tensor.fill_(1.0 if "norm" in name else 0.0)  # they are left empty
+            tensor.fill_(1.0 if "norm" in name else 0.0)  # left empty
     peers.randomized(modules.layers)
     theirs.save_pretrained(folder)
     state = load_file(folder / "model.safetensors") | of_modules(theirs, modules.layers.state_dict())

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, and what makes them and ours the same function."""
+"""Tiny random transformers models, and what makes them and ours the same function."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ def qwen3(**fields: Any) -> PreTrainedModel:
 
 
 def gemma2(**fields: Any) -> PreTrainedModel:
-    # of their ways to compute attention, only the eager one has soft caps
+    # only their eager attention has softcaps
     config = Gemma2Config(**GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7} | fields)
     return randomized(Gemma2ForCausalLM._from_config(config, attn_implementation="eager"))
 
@@ -181,7 +181,7 @@ def gpt_oss(**fields: Any) -> PreTrainedModel:
 
 
 def with_experts(model: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    # torch's grouped product, their default, takes no odd sizes
+    # torch's grouped matmul, their default, does not accept odd sizes
     return randomized(model._from_config(config, experts_implementation="eager"))
 
 
@@ -239,7 +239,7 @@ PEERS = {
 def as_in_files(theirs: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state dict ``tensors`` of their model, or its gradients, as ``save_pretrained`` writes them.
 
-    transformers 5 packs in memory the experts that its files have apart.
+    transformers 5 packs experts in memory that are separate in its files.
     """
     return revert_weight_conversion(theirs, dict(tensors))
 

@@ -1,4 +1,4 @@
-"""config.json files of published mixtures of experts, as their makers have put them up."""
+"""config.json files of published mixtures of experts, as their authors released them."""
 
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,7 @@ _QWEN3 = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
     "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
-_DEEPSEEK_V3 = {  # without quantization_config: of its weights in fp8 none are read
+_DEEPSEEK_V3 = {  # without quantization_config: its fp8 weights are not read
     "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
     "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
     "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
@@ -57,7 +57,7 @@ _DEEPSEEK_V2_LITE = {
     "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
     "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 102400,
 }  # fmt: skip
-_GPT_OSS = {  # without quantization_config: of its experts in four bits none are read
+_GPT_OSS = {  # without quantization_config: its 4-bit experts are not read
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
     "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,

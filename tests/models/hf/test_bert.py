@@ -1,4 +1,4 @@
-"""Encoders of models/hf: transformers' own models are the judges of names, numbers and configs."""
+"""Encoders of models/hf: names, numbers and configs against transformers' models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

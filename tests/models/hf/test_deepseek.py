@@ -1,6 +1,6 @@
-"""models/hf/deepseek: defaults, the published configs, modules of multi-token prediction, and what is refused.
+"""models/hf/deepseek: defaults, published configs, multi-token prediction modules, and refusals.
 
-Numbers of the models are compared in test_parity.
+test_parity compares the numbers of the models.
 """
 
 import json

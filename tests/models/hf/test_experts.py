@@ -1,4 +1,4 @@
-"""models/hf of mixtures of experts: defaults, boxes of experts, and what is refused; numbers are in test_parity."""
+"""Mixtures of experts in models/hf: defaults, boxes of experts, and refusals; test_parity compares numbers."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""models/hf/folder: folders that transformers wrote, whole and in shards; and folders that must be refused."""
+"""models/hf/folder: folders written by transformers, in one file and in shards; and folders that must be refused."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""models/hf/gemma: what config.json of Gemma 2 and 3 may say, in each version of transformers, and what is refused.
+"""models/hf/gemma: config.json of Gemma 2 and 3 in each version of transformers, and refusals.
 
-That names, shapes and numbers are those of transformers is proven in test_parity.
+test_parity compares names, shapes and numbers with transformers.
 """
 
 import pytest

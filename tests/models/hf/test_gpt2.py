@@ -1,4 +1,4 @@
-"""models/hf/gpt2: transformers' own GPT-2 is the judge of names, shapes, defaults and numbers."""
+"""models/hf/gpt2: names, shapes, defaults and numbers against transformers' GPT-2."""
 
 import pytest
 import torch

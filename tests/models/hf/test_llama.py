@@ -1,4 +1,4 @@
-"""models/hf/llama: transformers' own Llama is the judge of names, shapes, defaults and numbers."""
+"""models/hf/llama: names, shapes, defaults and numbers against transformers' Llama."""
 
 import pytest
 import torch

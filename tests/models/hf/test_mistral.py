@@ -1,4 +1,4 @@
-"""models/hf/mistral: its defaults, and what is refused; numbers are compared in test_parity."""
+"""models/hf/mistral: defaults and refusals; test_parity compares numbers."""
 
 import pytest
 from transformers import MistralConfig

@@ -1,4 +1,4 @@
-"""models/hf/parameters: the table of names and shapes is that of the model itself, for any mix of parts."""
+"""models/hf/parameters: the table of names and shapes matches the model itself, for any mix of parts."""
 
 import pytest
 import torch

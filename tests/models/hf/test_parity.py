@@ -1,4 +1,4 @@
-"""Families with windows by layer: transformers' own models are the judges of names, numbers and configs."""
+"""Families with windows per layer: names, numbers and configs against transformers' models."""
 
 import pytest
 import torch

@@ -32,7 +32,7 @@ def test_it_has_the_shape_of_the_published_config(name):
     assert {field: found[field] for field in read} == read
 
 
-# billions, as the papers and model cards have them: in all, active, and whether those leave out the embedding
+# billions, from papers and model cards: total, active, and whether the latter exclude the embedding
 COUNTS = {
     "mixtral-8x7b": (46.7, 12.9, False),
     "qwen3-30b-a3b": (30.5, 3.3, False),

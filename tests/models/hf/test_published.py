@@ -1,4 +1,4 @@
-"""Fields of published config.json files that no class of transformers writes any more, and that we must read."""
+"""Fields of published config.json files that transformers no longer writes, but that we must read."""
 
 from typing import Any
 

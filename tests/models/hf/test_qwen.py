@@ -1,4 +1,4 @@
-"""models/hf/qwen: its defaults, its windows, and what is refused; numbers are compared in test_parity."""
+"""models/hf/qwen: defaults, windows and refusals; test_parity compares numbers."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""models/hf/roformer: what theirs has and ours lacks, the table of sin and cos, and models that are none of theirs.
+"""models/hf/roformer: what only theirs has, the table of sin and cos, and models that do not fit theirs.
 
-Names, numbers and folders are compared with transformers in test_bert.py, with those of its relatives.
+test_bert.py compares names, numbers and folders with transformers.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""models/hf/t5: transformers' own models are the judges of names, numbers and configs."""
+"""models/hf/t5: names, numbers and configs against transformers' models."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-Core 0.16 wrote: its logits are ours, whatever its layout and ours.
+"""Checkpoints written by Megatron-Core 0.16: our logits match its own, whatever its layout and ours.
 
 The folders here were written by ``written_by_megatron.py``, with the logits that Megatron computed.
 """
@@ -37,7 +37,7 @@ ARGUMENTS = {
 }
 
 ROPE = {"position_embedding_type": "rope"}
-# what Megatron's own models have of those arguments of which ours takes one value only
+# the values in Megatron's models of arguments for which ours accepts only one value
 OF_OTHER_MODELS = {
     "num_experts": 8,
     "num_moe_experts": 8,
@@ -205,7 +205,7 @@ def test_arguments_that_describe_no_model_of_ours_are_named(given, said):
 @pytest.mark.parametrize("name", sorted(OF_OTHER_MODELS.keys() | _ONLY.keys()))
 def test_an_argument_of_which_one_value_is_ours_is_refused_by_name_with_another(name):
     one, other = _ONLY[name], OF_OTHER_MODELS[name]
-    for given in one:  # also as Megatron leaves it where it asks for nothing
+    for given in one:  # also as Megatron leaves it by default
         assert config_of(ARGUMENTS | ROPE | {name: given}, 48) == config_of(ARGUMENTS | ROPE, 48)
     with pytest.raises(ConfigError, match=rf"\n- {name} must be {re.escape(repr(one[0]))}; it is {other!r}$"):
         config_of(ARGUMENTS | ROPE | {name: other}, 48)
@@ -281,7 +281,7 @@ def test_elements_that_reach_a_byte_beyond_their_part_of_a_file_are_refused(fold
         [elements] = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     name_length, extra_length = chunk.start + elements.header_offset + 26, chunk.start + elements.header_offset + 28
     end_of_header = extra_length + 2 + int.from_bytes(content[name_length:extra_length], "little")
-    # which Python's zipfile has read from the directory at the end, and not from here
+    # Python's zipfile reads it from the directory at the end, not from here
     content[extra_length : extra_length + 2] = (chunk.stop + 1 - elements.file_size - end_of_header).to_bytes(
         2, "little"
     )
@@ -340,7 +340,7 @@ def test_a_damaged_file_is_an_error_and_never_a_traceback(name, folder):
 
 
 def read_all(folder):
-    """Reads every tensor, or raises nothing but an error of ours."""
+    """Reads every tensor; raises only Megalith's errors."""
     try:
         found = open_megatron_folder(folder)
         for key in found.weights.tensors:

@@ -1,4 +1,4 @@
-"""A pickle is read as data: nothing that it names is imported or called."""
+"""Pickles are read as data: nothing they name is imported or called."""
 
 import argparse
 import datetime
@@ -69,7 +69,7 @@ def test_subclasses_of_dict_and_list_keep_what_was_put_into_them():
 
 
 def test_elements_are_added_in_place():
-    """Or a pickle of one list, within the bounds of its size, would be read for hours."""
+    """Otherwise a pickle of one list, within the size limits, would take hours to read."""
     found = Inert()
     found.append(1)
     before = found.items
@@ -97,7 +97,7 @@ def test_a_namespace_is_its_fields():
         b"K\x01)R.",  # a number is called
         b"cos\nsystem\n}b.",  # state for a class
         b"\x82\x01.",  # an extension
-        b"h\x05.",  # what was never put aside
+        b"h\x05.",  # a memo entry that was never stored
         b"\x96\xff\xff\xff\xff\xff\xff\xff\x00.",  # 2^56 bytes in an array
         b"\x8e\xff\xff\xff\xff\xff\xff\xff\x00.",
         b"Q.",

@@ -1,11 +1,11 @@
-"""Wrote the folders beside this file, with megatron-core 0.16.0 and torch 2.13.0 on a CPU; kept to write others.
+"""Wrote the folders next to this file, with megatron-core 0.16.0 and torch 2.13.0 on a CPU; kept to write others.
 
     torchrun --nproc-per-node 2 written_by_megatron.py llama-tp2
     python written_by_megatron.py gpt-tp1
     python written_by_megatron.py windows-tp1     a Llama with norms of queries and keys, and a window in layer 0
     python written_by_megatron.py nemotron-tp1    squared ReLU, biases of q, k and v alone, positions in part and scaled
 
-Megatron wants a GPU for its random states, for synchronising and for the processes that write; here it does without.
+Megatron needs a GPU for random states, synchronization and its writer processes; this script works around that.
 """
 
 import argparse
@@ -172,7 +172,7 @@ def _model(arguments, tp):
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):  # ones and zeros would hide where they go
+            if "norm" in name or name.endswith("bias"):  # ones and zeros would hide swapped weights
                 seed = zlib.crc32(name.encode())
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
     return model.eval()
@@ -202,5 +202,5 @@ def main():
         torch.save({"tokens": tokens, "logits": logits}, folder / "logits.pt")
 
 
-if __name__ == "__main__":  # Megatron starts processes anew
+if __name__ == "__main__":  # Megatron starts new processes
     main()

@@ -1,4 +1,4 @@
-"""context_attention: on 2 and 4 ranks, by every exchange, the softmax spelled out in one process, and its gradients."""
+"""context_attention: on 2 and 4 ranks, with every exchange, against a plain softmax in one process, with gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Case:
         return None if self.window is None else (self.window - 1, 0 if self.causal else self.window - 1)
 
     def key(self) -> DropoutKey | None:
-        # ids of no order: nothing may be worked out from the first of them
+        # unordered ids: nothing may be derived from the first one
         ids = torch.randperm(self.num_rows * S, generator=torch.Generator().manual_seed(5)).view(-1, S)
         return DropoutKey(7, 3, ids) if self.drops else None
 

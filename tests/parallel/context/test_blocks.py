@@ -1,4 +1,4 @@
-"""blocks_between: every pair that sees each other once, and the same number of them on every rank."""
+"""blocks_between: covers every visible pair once, and equally many on every rank."""
 
 from itertools import product
 

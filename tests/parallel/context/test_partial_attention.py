@@ -1,4 +1,4 @@
-"""PartialAttention: one process that plays every rank of a ring gets what one call over the whole row does."""
+"""PartialAttention: one process that simulates every rank of a ring gets the result of one call over the whole row."""
 
 import pytest
 import torch

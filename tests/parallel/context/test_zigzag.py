@@ -1,4 +1,4 @@
-"""zigzag: chunks r and 2 cp - 1 - r on rank r, and back; groups of neighbours hold what fewer ranks would."""
+"""zigzag: chunks r and 2 cp - 1 - r on rank r, and back; groups of neighbours hold the parts of a smaller cp."""
 
 import pytest
 import torch

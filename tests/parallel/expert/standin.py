@@ -23,7 +23,7 @@ class StandInBuffer:
 
     def dispatch(self, x: Tensor, *, handle: Any = None, **how: Any) -> tuple[Any, ...]:
         assert x.is_contiguous()
-        if handle is not None:  # along a way that is known: rows alone
+        if handle is not None:  # the routes are known: rows only
             return self._send(x, handle), None, None, [], handle, None
         topk_idx, weights, goes = how["topk_idx"], how["topk_weights"], how["is_token_in_rank"]
         W, rank = self.group.size(), self.group.rank()

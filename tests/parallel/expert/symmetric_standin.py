@@ -1,7 +1,7 @@
 """A stand-in for torch's symmetric memory over any process group: its documented interface, by all-to-alls.
 
-What nobody may read is NaN: memory that was just allocated, gaps, and rows behind the last. A tensor that was written
-without the barriers around the kernel that reads it fails the call.
+Memory that must not be read is NaN: fresh allocations, gaps, and rows after the last. A tensor that was written without
+the barriers around the kernel that reads it fails the call.
 """
 
 import torch

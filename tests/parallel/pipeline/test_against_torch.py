@@ -1,4 +1,4 @@
-"""Orders of actions, rank by rank, against those of torch.distributed.pipelining's own schedules."""
+"""Orders of actions, rank by rank, compared with torch.distributed.pipelining's schedules."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""dependencies: what actions wait for, messages in the order of their sender, and deadlocks where there is a cycle."""
+"""dependencies: what actions wait for, messages in sending order, and deadlocks exactly if there is a cycle."""
 
 from graphlib import CycleError, TopologicalSorter
 
@@ -87,7 +87,7 @@ def test_each_message_is_received_once_and_is_what_some_action_needs(schedule):
 
 
 def has_cycle(schedule: Schedule) -> bool:
-    """Whether actions wait for each other in a circle, by stages and the standard library's own search."""
+    """Whether actions wait for each other in a cycle, by stages and the standard library's graph search."""
     graph = TopologicalSorter()
     last = schedule.placement.num_stages - 1
     for rank, plan in enumerate(schedule.plans):

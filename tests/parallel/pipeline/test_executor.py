@@ -1,4 +1,4 @@
-"""executor: every action of a plan in its order, gradients that add up and are reduced once, nothing kept in vain."""
+"""executor: every action of a plan in order, gradients that add up and are reduced once, nothing kept too long."""
 
 import weakref
 
@@ -25,7 +25,7 @@ class Chunk(nn.Module):
 
 @pytest.fixture
 def syncs(monkeypatch) -> list[tuple[nn.Module, bool]]:
-    """What the executor told FSDP2, in place of telling it."""
+    """Records what the executor would tell FSDP2."""
     told: list[tuple[nn.Module, bool]] = []
     monkeypatch.setattr(executor, "gradient_sync", lambda chunk, last, keeps_weights: told.append((chunk, last)))
     monkeypatch.setattr(executor, "finish_backward", lambda chunk: told.append((chunk, "finished")))

@@ -1,4 +1,4 @@
-"""pipeline: on real ranks what one process computes, with no more activations than the schedule promises."""
+"""pipeline: real ranks compute what one process does, with no more activations than the schedule promises."""
 
 import re
 import weakref
@@ -80,7 +80,7 @@ class Live:
 
 
 class Counted(Messages):
-    """Knows how many messages it kept at most until they had arrived."""
+    """Records the most messages kept at a time until they had arrived."""
 
     most = 0
 
@@ -172,7 +172,7 @@ def test_an_unknown_schedule_is_refused():
 
 
 def outcome_of(wrong: str) -> str:
-    """What becomes of a stage that gives other hidden states than it says; rank 1 only waits for sound ones."""
+    """What happens if a stage sends other hidden states than declared; rank 1 only waits for valid ones."""
     placement, rank = Placement(2), dist.get_rank()
     links = open_links(placement, rank, range(2), torch.float32, torch.device("cpu"))
     if rank == 1 and wrong != "nothing":

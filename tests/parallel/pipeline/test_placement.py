@@ -1,4 +1,4 @@
-"""placement: stages where torch puts them, an inverse, neighbours one stage apart, and every wrong size refused."""
+"""placement: stages as in torch, an inverse, neighbours one stage apart, and wrong sizes refused."""
 
 import pytest
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping

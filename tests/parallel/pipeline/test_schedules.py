@@ -1,4 +1,4 @@
-"""schedules: published orders, every schedule valid for every size that it takes, and ways out for the others."""
+"""schedules: published orders, every schedule valid for every size it accepts, and suggestions for the others."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""simulate: the papers' bubbles and peaks exactly, a step worked out by hand, stages and messages that cost more."""
+"""simulate: exactly the papers' bubbles and peaks, a step by hand, stages and messages of different cost."""
 
 from fractions import Fraction
 

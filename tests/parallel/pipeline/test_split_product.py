@@ -1,4 +1,4 @@
-"""split_product: the numbers of a plain product, each computed once, and in the action that it belongs to."""
+"""split_product: the numbers of a plain matmul, each computed once, in the action it belongs to."""
 
 import weakref
 from typing import Any

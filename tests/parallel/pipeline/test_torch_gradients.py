@@ -1,4 +1,4 @@
-"""Gradients of our pipeline and of torch.distributed.pipelining's own, run on the same ranks with the same stages."""
+"""Gradients of our pipeline and of torch.distributed.pipelining, on the same ranks with the same stages."""
 
 from unittest.mock import patch
 

@@ -1,4 +1,4 @@
-"""validate: plans that lack, repeat or misplace something, and ranks that would wait for ever, are refused by name."""
+"""validate: plans with missing, repeated or misplaced actions, and deadlocks, are refused with their names."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""fsdp: gradients are sums and nothing divides, in every layout; which dimension is cut, what dtype, and when."""
+"""fsdp: gradients are undivided sums in every layout; which dimension is sharded, in which dtype, and when."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What FSDP2 exchanges for a unit of weights, by hand; on ranks: tests/training/test_traffic.py."""
+"""FSDP2's communication for a unit of weights, by hand; on ranks: tests/training/test_traffic.py."""
 
 import pytest
 import torch

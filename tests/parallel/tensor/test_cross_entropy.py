@@ -1,4 +1,4 @@
-"""cross_entropy: torch's loss and gradient, whole on one process or split over tp, and what it refuses."""
+"""cross_entropy: torch's loss and gradient, in one process or split over tp, and refusals."""
 
 import math
 from contextlib import AbstractContextManager, ExitStack

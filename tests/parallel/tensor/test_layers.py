@@ -1,6 +1,6 @@
 """layers: on 2 and 4 ranks, with and without sequence parallelism, equal to one torch Linear or Embedding.
 
-Outputs, gradients of inputs, weights and biases; sizes that tp does not divide among them; another matrix product.
+Outputs, gradients of inputs, weights and biases; also for sizes that tp does not divide, and a custom matmul.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""regions: entering and leaving give the same numbers with and without sequence parallelism, forward and backward."""
+"""regions: entering and leaving give the same numbers with and without sequence parallelism, also in backward."""
 
 import pytest
 import torch

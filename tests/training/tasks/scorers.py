@@ -1,4 +1,4 @@
-"""A model of random weights over a tokenizer of bytes, as what scores texts."""
+"""A scorer with random weights and a byte tokenizer."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""training/tasks/bert_size: operations counted by torch in a model written with its own modules."""
+"""training/tasks/bert_size: against FLOPs counted by torch in a model built from its own modules."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A classifier: losses and confusion worked out from its logits, from pretrained weights, in every layout."""
+"""A classifier: losses and confusion computed from its logits, from pretrained weights, in every layout."""
 
 import re
 from pathlib import Path
@@ -166,7 +166,7 @@ def test_settings_of_other_tasks_and_other_classes_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data.masking is for pretraining.*leave it out"):
         task_of(load_run({**tree, "data": {**tree["data"], "masking": {"probability": 0.2}}}))
     bert = {**tree["model"]["bert"], "num_classes": 4}
-    # as many classes, but other ones, which numbers would not tell
+    # as many classes, but different ones, which numbers would not reveal
     (tmp_path / "other.csv").write_text("text,label\nthe red,colour\nthe two,number\nthe tree,plant\n")
     prepare_labelled(tmp_path / "other.csv", tmp_path / "other", tmp_path / "text-tokenizer.json")
     with pytest.raises(ConfigError, match=r"must be those of .*: colour, number, place; got .*plant"):

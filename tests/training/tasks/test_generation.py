@@ -1,4 +1,4 @@
-"""in_order: texts that are drawn side by side, one after the other on a terminal; and answers as texts."""
+"""in_order: texts generated side by side are shown one after the other; and answers as texts."""
 
 import tokenizers
 from tokenizers import decoders, models

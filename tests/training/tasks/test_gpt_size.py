@@ -300,7 +300,7 @@ def test_a_layer_with_a_window_pays_for_the_keys_within_it():
     S, window, queries = 100, 30, 64
     windowed = TransformerConfig(**shape, attention={"window": window, "window_layers": [True, False]})
     spared = stage_costs(TransformerConfig(**shape), 131, S).layers[0] - stage_costs(windowed, 131, S).layers[0]
-    # of all pairs of a query and a key, counted as a line through them, those that the window leaves out
+    # the pairs of a query and a key that the window excludes
     pairs = sum(max(query + 0.5 - window, 0) for query in range(S)) / S
     assert spared == pytest.approx(3 * 4 * queries * pairs, rel=1e-3)
     assert stage_costs(windowed, 131, S).layers[1] == stage_costs(TransformerConfig(**shape), 131, S).layers[1]

@@ -1,4 +1,4 @@
-"""The adapter for lm-eval, in place of which stands the interface that it documents: 48 packages are too many here."""
+"""The adapter for lm-eval, with a stand-in for its documented interface, because lm-eval needs 48 packages."""
 
 import abc
 import sys
@@ -24,7 +24,7 @@ TASK = Path(__file__).with_name("harness_task") / "ships.yaml"
 
 
 class LM(abc.ABC):
-    """``lm_eval.api.model.LM`` (0.4.13), what of it an adapter meets."""
+    """The part of ``lm_eval.api.model.LM`` (0.4.13) that an adapter uses."""
 
     def __init__(self) -> None:
         self._rank, self._world_size, self._device = 0, 1, None
@@ -120,7 +120,7 @@ def test_a_long_context_leaves_room_for_what_is_generated(scores):
     [ids] = generate(scores.model, [kept], 8, sampling=Sampling(0.0), end_tokens={scores.tokenizer.eod})
     [text] = model.generate_until(requests((long, {"until": [], "max_gen_toks": 8})))
     assert text == scores.tokenizer.decode(ids)
-    assert model.generate_until(requests(("Once", {})))  # a task that says nothing gets what there is room for
+    assert model.generate_until(requests(("Once", {})))  # a task without a limit gets as many tokens as fit
     with pytest.raises(ConfigError, match=r"max_gen_toks must be from 1 to 23, .*; got 24"):
         model.generate_until(requests(("Once", {"max_gen_toks": 24})))
     with pytest.raises(ConfigError, match="a task sets the unknown options num_beams; it may set"):

@@ -1,4 +1,4 @@
-"""Multiple choice by likelihood: which choice wins whole, by byte and by token, and what cannot be asked."""
+"""Multiple choice by likelihood: the best choice in total, per byte and per token, and refusals."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A run from a model of Hugging Face: the loss and gradients that transformers computes, the same in every layout."""
+"""A run from a Hugging Face model: the loss and gradients of transformers, the same in every layout."""
 
 import pytest
 import torch

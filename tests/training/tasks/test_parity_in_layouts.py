@@ -1,4 +1,4 @@
-"""Every family, read from its folder in any layout, is the function of transformers: float32, gloo ranks."""
+"""Every family, read from its folder in any layout, computes what transformers does: float32, gloo ranks."""
 
 from collections.abc import Mapping
 from pathlib import Path

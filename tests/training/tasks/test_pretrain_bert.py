@@ -1,4 +1,4 @@
-"""A BERT's pretraining: losses and accuracies worked out from its logits, in every layout, and what is refused."""
+"""BERT pretraining: losses and accuracies computed from its logits, in every layout, and refusals."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_losses_and_accuracies_are_those_of_the_models_logits(binary_head, tmp_p
     counts = task.counts(batch)
     right = wrong = 0.0
     masked = orders = in_order = 0
-    for sample in samples[:5]:  # each by itself, without its padding
+    for sample in samples[:5]:  # each separately, without padding
         N = sample.num_tokens
         tokens, types = torch.from_numpy(sample.tokens[None, :N]), torch.from_numpy(sample.token_types[None, :N])
         output = model(tokens, token_types=types)

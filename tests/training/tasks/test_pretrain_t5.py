@@ -1,4 +1,4 @@
-"""A T5's pretraining: losses and span accuracy worked out from its logits, in every layout, and what is refused."""
+"""T5 pretraining: losses and span accuracy computed from its logits, in every layout, and refusals."""
 
 import re
 from typing import Any
@@ -62,7 +62,7 @@ def test_losses_and_accuracy_are_those_of_the_models_logits(tmp_path):
     no_text = {*special.sentinels.tolist(), special.end}
     loss = right = 0.0
     learned = of_text = 0
-    for sample in samples[:5]:  # each by itself, without its padding
+    for sample in samples[:5]:  # each separately, without padding
         N, M = sample.num_tokens, sample.num_decoder_tokens
         logits = model(torch.from_numpy(sample.tokens[None, :N]), torch.from_numpy(sample.decoder_tokens[None, :M]))[0]
         labels = torch.from_numpy(sample.labels[:M])

@@ -1,4 +1,4 @@
-"""Answers of a T5 in training: in every layout what ``megalith generate`` answers from the checkpoint of that step."""
+"""Samples of a T5 in training match ``megalith generate`` from the checkpoint of that step, in every layout."""
 
 from math import prod
 from pathlib import Path
@@ -44,4 +44,4 @@ def test_answers_are_those_that_generate_draws_from_the_checkpoint(tmp_path, par
         assert samples == [{"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, drawn, strict=True)]
         for prompt in PROMPTS:
             assert any(line.startswith(f"step {step}  text after {prompt!r}:\n  | ") for line in lines)
-    assert len({sample["text"] for samples in found.values() for sample in samples}) > 1  # they say something
+    assert len({sample["text"] for samples in found.values() for sample in samples}) > 1  # they are not empty

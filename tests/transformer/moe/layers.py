@@ -1,4 +1,4 @@
-"""A mixture of experts a second time, by loops over tokens and experts, and layers to compare with it."""
+"""An independent mixture of experts, as loops over tokens and experts, and layers to compare with it."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def mixture(x: Tensor, weights: Weights, top_k: int, *, activation: str = "swigl
 
 
 def expert(row: Tensor, weights: Weights, e: int, activation: str) -> Tensor:
-    """What expert ``e`` makes of one row, without the router's weight."""
+    """The output of expert ``e`` for one row, without the router's weight."""
     if activation in ("swiglu", "geglu"):
         product = weights["experts.gate_up_proj"][e] @ row + _bias(weights, "experts.gate_up_proj_bias", e)  # [2, F]
         gate, up = product

@@ -1,4 +1,4 @@
-"""Routing and its losses, written a second time: loops over tokens and experts, in numpy and float64."""
+"""An independent implementation of routing and its losses: loops over tokens and experts, in numpy and float64."""
 
 from collections.abc import Sequence
 

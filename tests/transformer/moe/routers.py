@@ -1,4 +1,4 @@
-"""Routers of small models, and what they are called with."""
+"""Routers of small models, and their inputs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""balance: losses against loops and against transformers, and biases and offsets that even the loads."""
+"""balance: losses against loops and transformers, and biases and offsets that balance the loads."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""capacity: who is dropped, by loops over the tokens of each expert, and rows of a fixed number."""
+"""capacity: dropped tokens, by loops over the tokens of each expert, and a fixed number of rows."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A mixture of experts that the settings take can be built and trained: what cannot is refused before it is built."""
+"""A mixture of experts with accepted settings can be built and trained; others are refused before building."""
 
 import random
 from typing import Any

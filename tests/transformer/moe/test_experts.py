@@ -1,4 +1,4 @@
-"""experts: rows by loops over them, and rows that are no expert's."""
+"""experts: rows by loops over them, and rows that belong to no expert."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.transformer.moe.layers import rows_of
 from tests.transformer.shapes import config, options
 
 R, E = 9, 4
-COUNTS = torch.tensor([3, 0, 2, 0], dtype=torch.int32)  # of the last rows nobody is the expert
+COUNTS = torch.tensor([3, 0, 2, 0], dtype=torch.int32)  # the last rows belong to no expert
 OWNED = 5
 
 

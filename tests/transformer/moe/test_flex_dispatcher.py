@@ -1,4 +1,4 @@
-"""Experts behind a fused exchange, a stand-in with DeepEP's interface, give what one process gives."""
+"""Experts behind a fused exchange (a stand-in with DeepEP's interface) compute what one process does."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""moe_layer: a router that sends every token to one rank costs time, in turns of all ranks, and no memory."""
+"""moe_layer: a router that sends every token to one rank costs time, in rounds of all ranks, but no memory."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""moe_layer: outputs and every gradient by loops over tokens and experts, at all sizes, and a mixture that learns."""
+"""moe_layer: outputs and every gradient against loops over tokens and experts, at all sizes; and learning."""
 
 import math
 from typing import Any
@@ -63,7 +63,7 @@ def test_output_and_every_gradient_are_those_of_loops_over_tokens_and_experts(na
     layer, x = randomized_(layer_of(shape=shape, **{"num_experts": E, **moe})), rows_of(1, 5, 3, H)
     how = {"activation": shape.get("activation", "swiglu"), "sigmoid": "router" in moe}
     if name == "shared with a gate":
-        assert (layer.shared_experts.gate(x)).abs().max() > 0.1  # or the gate would be a factor of 1/2
+        assert (layer.shared_experts.gate(x)).abs().max() > 0.1  # otherwise the gate would be a factor of 1/2
     want = results_by_loops(x, weights_of(layer), moe.get("top_k", 2), **how)
     torch.testing.assert_close(results(layer, x), want, rtol=EXACT, atol=EXACT)
 

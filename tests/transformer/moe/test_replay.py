@@ -1,4 +1,4 @@
-"""router: a routing that is replayed has the experts of an earlier one, and what is no routing is refused."""
+"""router: a replayed routing uses the experts of an earlier one, and invalid routings are refused."""
 
 import pytest
 import torch

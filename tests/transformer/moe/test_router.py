@@ -1,4 +1,4 @@
-"""router: one process. What is in evaluation, what padding leaves out, what is replayed, what a step records."""
+"""router in one process: evaluation, padding, replay, and what a step records."""
 
 from random import Random
 

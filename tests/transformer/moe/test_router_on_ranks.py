@@ -1,4 +1,4 @@
-"""router: ranks that share the tokens have together the losses, gradients, loads and choices of one process."""
+"""router: ranks that share the tokens together have the losses, gradients, loads and choices of one process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""routing: loops in numpy say which experts are chosen and what they weigh."""
+"""routing: the chosen experts and their weights, against loops in numpy."""
 
 import itertools
 

@@ -1,7 +1,7 @@
 """moe_layer: shared experts are computed while tokens travel, forward and backward, on real ranks of EP 2.
 
-Seen in two ways: by the order of events on a rank, and by a rank that sends nothing before the other one's shared
-experts are done, which nobody survives who waits for its rows first.
+Tested in two ways: by the order of events on a rank, and by a rank that sends nothing before the other one's shared
+experts are done, so that a rank that first waits for its rows would hang.
 """
 
 import time
@@ -99,7 +99,7 @@ def test_no_rank_waits_for_rows_of_another_before_its_shared_experts_are_compute
     assert ranks(2, one_holds_its_tokens_back, tmp_path, False) == [ORDER] * 2
 
 
-@pytest.mark.slow  # as long as its patience
+@pytest.mark.slow  # as long as its timeout
 def test_an_exchange_without_overlap_is_seen(tmp_path):
     with pytest.raises(RankError, match="rank 0 waits for rows before it computes its shared experts"):
         ranks(2, one_holds_its_tokens_back, tmp_path, True)

@@ -1,4 +1,4 @@
-"""Experts behind symmetric memory, a stand-in with torch's interface, give what one process gives."""
+"""Experts behind symmetric memory (a stand-in with torch's interface) compute what one process does."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""token_dispatcher: experts on several ranks give what loops over all tokens give, whatever each rank sends them."""
+"""token_dispatcher: experts on several ranks match loops over all tokens, whatever each rank sends."""
 
 from typing import Any
 
@@ -158,7 +158,7 @@ def test_two_batches_may_be_on_their_way_at_once(dispatch):
 
 
 def without_the_host(degrees: tuple[int, int], pad: bool) -> str | None:
-    """The first read of a value from a tensor in a layer's forward and backward; None if there is none."""
+    """The first read of a value from a tensor in a layer's forward and backward, or None."""
     layer = layer_on_ranks(degrees, ALL_TO_ALL, capacity={"factor": 1.25, "pad": pad})
     x = tokens_of(EVEN, dist.get_rank()).requires_grad_()
     read = []

@@ -1,4 +1,4 @@
-"""Upcycling: a mixture of experts begins as the function of the MLP that it is made of, written here as a formula."""
+"""Upcycling: a mixture of experts starts as the function of the MLP it is made from, written here as a formula."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Model folders of Hugging Face, as transformers writes them, with a tokenizer."""
+"""Hugging Face model folders as transformers writes them, with a tokenizer."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def write_folder(folder: Path, shape: str, dtype: str = "float32", max_shard_siz
     theirs = (SHAPES | ENCODERS)[shape]()
     buffers = peers.saved_buffers(theirs)
     theirs = getattr(theirs, {"float32": "float", "bfloat16": "bfloat16", "float64": "double"}[dtype])()
-    for name, buffer in buffers.items():  # which they load in float32 whatever the dtype is
+    for name, buffer in buffers.items():  # they load these in float32 whatever the dtype
         owner, _, last = name.rpartition(".")
         setattr(theirs.get_submodule(owner), last, buffer)
     theirs.save_pretrained(folder, max_shard_size=max_shard_size)

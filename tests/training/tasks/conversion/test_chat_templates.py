@@ -1,4 +1,4 @@
-"""Chat templates with names, which lie in a folder of their own, through a run and out again; and what is refused."""
+"""Named chat templates, which have their own folder, through import, run and export; and refusals."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""megalith convert: folders of transformers become runs, and runs become such folders, to the bit."""
+"""megalith convert: transformers folders become runs and runs become such folders, bit for bit."""
 
 import json
 import logging
@@ -111,7 +111,7 @@ def train_and_save(folder, num_ranks, **parallel):
     ],
 )
 def test_a_checkpoint_of_several_ranks_is_put_together(num_ranks, parallel, tmp_path):
-    settings(tmp_path)  # writes the dataset before the ranks ask for it
+    settings(tmp_path)  # writes the dataset before the ranks need it
     ranks(num_ranks, train_and_save, tmp_path, num_ranks, **parallel)
     step = find_checkpoint(tmp_path / "run" / "checkpoints")
     assert len(list(step.glob("*.safetensors"))) == num_ranks

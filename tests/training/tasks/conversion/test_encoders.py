@@ -1,4 +1,4 @@
-"""Encoders to Hugging Face and back: the proof of their logits, every bit, and what goes with their tokenizer."""
+"""Encoders to Hugging Face and back: the proof of their logits, every bit, and files of the tokenizer."""
 
 import json
 import logging
@@ -210,7 +210,7 @@ def test_an_exported_classifier_names_its_classes(tmp_path):
     config = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "hf").config
     assert config.id2label == {0: "colour", 1: "number", 2: "place"}
     assert config.label2id == {"colour": 0, "number": 1, "place": 2}
-    import_model(tmp_path / "hf", tmp_path / "back", with_proof=False)  # which keeps no names
+    import_model(tmp_path / "hf", tmp_path / "back", with_proof=False)  # which does not store names
     export_model(tmp_path / "back", tmp_path / "without", with_proof=False)
     config = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "without").config
     assert config.id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}

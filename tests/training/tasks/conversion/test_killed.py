@@ -1,4 +1,4 @@
-"""kill -9 while converting: the folder is there whole or not at all, and the same command makes it."""
+"""kill -9 while converting: the folder is complete or absent, and repeating the command creates it."""
 
 import itertools
 import os
@@ -67,7 +67,7 @@ def test_a_kill_before_any_use_of_the_file_system_leaves_all_or_nothing(conversi
     numbers = list(range(1, 230, spread))
     [codes] = ranks(1, kill_at, numbers, conversion, source, folder)  # from a process without threads of its own
     found = [looks_complete(folder / str(number), conversion) for number in numbers]
-    assert found == sorted(found)  # once it is there, it stays
+    assert found == sorted(found)  # once present, it stays
     assert codes[0] == -signal.SIGKILL
     assert codes[-1] == 0
     assert not found[0]

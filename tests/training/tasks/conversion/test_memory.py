@@ -1,4 +1,4 @@
-"""Converting holds the largest tensor and less than 256 MB besides, by the peak that the kernel has counted."""
+"""Converting needs memory for the largest tensor and less than 256 MB more, by the kernel's peak count."""
 
 import json
 import resource
@@ -72,6 +72,6 @@ def test_converting_holds_little_more_than_the_largest_tensor(name, tmp_path):
     size = (tmp_path / "large" / "model.safetensors").stat().st_size
     assert size > 250 << 20
     [rises] = ranks(1, grown, tmp_path)
-    # a tenth of the allowance: two tensors at a time, or pages of a map that stay, would show
+    # a tenth of the limit: two tensors at a time, or retained pages of a map, would exceed it
     assert all(rise < largest + MORE // 10 for rise in rises), (rises, largest)
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == size

@@ -1,4 +1,4 @@
-"""Tokens that begin and end a text, and the files beside a tokenizer, on their way through a run and out again."""
+"""Tokens that begin and end a text, and the files next to a tokenizer, through import, run and export."""
 
 import json
 import shutil
@@ -164,7 +164,7 @@ def test_a_run_that_begins_from_the_folder_keeps_them_and_begins_texts_as_its_do
         path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": name}))
         ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("some").input_ids
         assert (ids[0] == BEGIN) == bos
-        assert name == "LlamaTokenizer" or [ids] == kept.encode_prompts(["some"])  # which cuts texts its own way
+        assert name == "LlamaTokenizer" or [ids] == kept.encode_prompts(["some"])  # which splits texts differently
 
 
 def test_what_a_start_that_never_saved_has_left_does_not_count(chat, tmp_path):

@@ -1,6 +1,6 @@
-"""The commands on a Llama of 2 GB in shards: their memory, by the kernel's count, and kill -9 while they write.
+"""The commands on a 2 GB Llama in shards: their peak memory as counted by the kernel, and kill -9 while they write.
 
-A process of its own for each command, whose memory is all of it: what Python, torch and the house's modules take too.
+Each command runs in its own process, whose total memory is measured, including Python, torch and Megalith itself.
 """
 
 import json
@@ -30,7 +30,7 @@ pytestmark = [
 
 log = logging.getLogger(__name__)  # the figures: pytest --log-cli-level=INFO
 
-MORE = 256 << 20  # bytes that converting may take besides torch and the largest tensor
+MORE = 256 << 20  # bytes that converting may use beyond torch and the largest tensor
 # the sizes of a Llama of 1 billion parameters; in bfloat16
 CONFIG = TransformerConfig(
     num_layers=16,
@@ -70,7 +70,7 @@ def convert(conversion: str, folder: Path) -> "subprocess.Popen[str]":
 
 
 def peak(process: "subprocess.Popen[str]") -> int:
-    """[bytes] The most memory that a process had, which printed it last."""
+    """[bytes] The peak memory of a process, which it printed last."""
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     return int(out.split()[-1]) * 1024
@@ -83,7 +83,7 @@ def write_shards(folder: Path) -> int:
     (folder / "config.json").write_text(json.dumps(described))
     shapes = {key: packed.shape for key, packed in LLAMA.packed(CONFIG).items()}
     most = max(map(prod, shapes.values()))
-    noise = torch.randn(most + len(shapes)).bfloat16()  # cut elsewhere for each, which is faster than drawing
+    noise = torch.randn(most + len(shapes)).bfloat16()  # a different slice for each, which is faster than drawing
     weight_map, shard, size = {}, {}, 0
     for number, (key, shape) in enumerate(shapes.items(), 1):
         shard[key] = noise[number : number + prod(shape)].view(shape).clone()
@@ -98,7 +98,7 @@ def write_shards(folder: Path) -> int:
 
 
 def num_bytes(folder: Path) -> int:
-    """The size of all tensors there; 0 while another process removes what a killed one has left."""
+    """The size of all tensors in the folder; 0 while another process removes the remains of a killed one."""
     try:
         return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     except FileNotFoundError:

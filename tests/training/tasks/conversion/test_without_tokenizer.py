@@ -1,4 +1,4 @@
-"""A folder without a tokenizer.json: the ids that end its texts go through a run and out again all the same."""
+"""A folder without a tokenizer.json: the ids that end its texts still survive import, run and export."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def without_tokenizer(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None, shape="llama") -> Path:
-    """A model that says of its tokens what ``config`` and ``generation`` say, and no more."""
+    """A model whose only information on tokens is in ``config`` and ``generation``."""
     write_folder(folder, shape)
     (folder / "tokenizer.json").rename(folder.parent / "tokenizer.json")
     (folder / "generation_config.json").unlink(missing_ok=True)
