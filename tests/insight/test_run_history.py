@@ -120,7 +120,7 @@ def test_a_run_without_a_training_record_is_refused(tmp_path, records):
         (
             "evaluation.json",
             '{"valid_loss": ' + "9" * 400 + "}",
-            r"evaluation\.json must be JSON; it cannot be read \(an int",
+            r"evaluation\.json must be JSON; it cannot be read \(integer of 400 digits",
         ),
         ("about.json", "[" * 100_000, r"about\.json must be JSON; it cannot be read"),
         ("about.json", "null", r"about\.json must contain an object; got None"),

@@ -115,7 +115,7 @@ def test_rows_that_masks_choose_are_not_counted():
     with (
         patch.object(memory, "_counted_stages", side_effect=DEPENDS_ON_VALUES[1]("aten.nonzero")),
         patch.object(memory, "fake_ranks", lambda world_size: nullcontext()),
-        pytest.raises(ConfigError, match="masked tokens"),
+        pytest.raises(ConfigError, match="which tokens are masked"),
     ):
         planned_memory(None, SimpleNamespace(routed_layers={}), 1)
 

@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused(given, error, message):
 
 @pytest.mark.parametrize("p", [1.0, -0.1, float("nan")])
 def test_a_share_of_dropout_that_is_none_is_refused(p):
-    with pytest.raises(ConfigError, match=rf"p must be in \[0, 1\), the share of elements to drop; got {p}"):
+    with pytest.raises(ConfigError, match=rf"p must be in \[0, 1\), the fraction of elements to drop; got {p}"):
         Dropout(p)
 
 

@@ -128,7 +128,7 @@ def test_groups_that_limit_no_choice_are_not_read_as_they_are_refused_in_a_run(n
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq must be 1, the only supported value; got 2"),
         ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts must be 1 or more, .*; got 0"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace must be 0 or more; got -1"),
-        ("deepseek_v3", {"n_group": 3}, r"num_groups \(3\) and .* the first divide model.moe.num_experts \(8\)"),
+        ("deepseek_v3", {"n_group": 3}, r"num_groups \(3\) and .*num_groups must divide model.moe.num_experts \(8\)"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False, the only supported value"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method must be 'greedy' or 'group_limited_greedy'; got"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be False"),

@@ -190,11 +190,11 @@ def outcome_of(wrong: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"), [("shape", r"it is \[3, 4\] in torch.float32"), ("dtype", "in torch.float64")]
+    ("wrong", "told"), [("shape", r"got \[3, 4\] and torch.float32"), ("dtype", r"got \[2, 4\] and torch.float64")]
 )
 def test_hidden_states_of_another_shape_or_dtype_are_refused_where_they_are_made(wrong, told):
     message, _ = ranks(2, outcome_of, wrong)
-    assert re.search(rf"the output of micro-batch 0 .*stage 0\) must be \[2, 4\] in torch.float32.*{told}", message)
+    assert re.search(rf"the output of micro-batch 0 .*stage 0\) must have shape \[2, 4\] and dtype torch.float32.*{told}", message)
     assert ranks(2, outcome_of, "nothing")[0] == ""
 
 

@@ -146,7 +146,7 @@ def test_eval_and_the_report_have_the_table_of_confusion(tmp_path):
     [means] = [record["valid"] for record in read_metrics(tmp_path / "run") if "valid" in record]
     measured = _losses(str(tmp_path / "run"), None, None, lambda done, total: None)
     assert "nats over 27 texts, at step 1; accuracy" in measured[0]
-    assert measured[1].split() == ["class", "0", "1", "2", "taken", "for"]
+    assert measured[1].split() == ["class", "0", "1", "2", "predicted", "as"]
     assert [record["classes"] for record in read_metrics(tmp_path / "run") if "valid" in record] == [[*CLASSES]]
     shares = [[f"{means[f'confusion/{label}/{taken}']:.0%}" for taken in range(3)] for label in range(3)]
     assert [line.split() for line in measured[2:]] == [
