@@ -27,7 +27,8 @@ def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
             raise ConfigError(f"the prompt {prompt!r:.60} has no tokens in {tokenizer.name}; leave it out")
         if positions is not None and len(tokens) >= positions:
             raise ConfigError(
-                f"the prompt {prompt!r:.60} has {len(tokens)} tokens, but the model has {positions} positions; shorten it"
+                f"the prompt {prompt!r:.60} has {len(tokens)} tokens, but the model has {positions} positions; "
+                "shorten it"
             )
         encoded.append(tokens + end)
     _check_room(config, [len(tokens) for tokens in encoded])
