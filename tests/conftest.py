@@ -9,27 +9,27 @@ from hypothesis import settings
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read by megalith and triton when imported, so before any test is
+    os.environ["TRITON_INTERPRET"] = "1"  # read when megalith or triton is imported, so set before
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required for deterministic matmuls on a GPU
-for number in (signal.SIGINT, signal.SIGHUP):  # ignored under nohup and in a script's background, as in all children
+for number in (signal.SIGINT, signal.SIGHUP):  # ignored, and so inherited, under nohup and in background jobs
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
-settings.register_profile("no deadline", deadline=None)  # hypothesis's own, 200 ms an example, fails on a busy machine
+settings.register_profile("no deadline", deadline=None)  # the default, 200 ms per example, fails on a busy machine
 settings.load_profile("no deadline")
 torch.set_num_threads(1)  # tensors are small, and threads that share a busy core wait 8 ms for each other
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """On a GPU, warnings are only shown: libraries there give warnings that we do not cause."""
+    """On a GPU, warnings are shown but are not errors: libraries there emit warnings that we do not cause."""
     if ON_GPU:
         config.addinivalue_line("filterwarnings", "default")  # the last matching filter wins
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """``torch.empty`` and its kin give NaN: output that nothing writes fails its test, and not by luck.
+    """``torch.empty`` and its variants return NaN, so that output nobody writes fails its test reliably.
 
-    On a GPU a kernel of torch's that is not deterministic is warned of, as some have no other.
+    On a GPU, nondeterministic torch kernels only warn, because some have no deterministic alternative.
     """
     torch.use_deterministic_algorithms(True, warn_only=ON_GPU)
     yield

@@ -17,7 +17,7 @@ class Effort(NamedTuple):
 
 
 def effort(run: Callable[[], object]) -> Effort:
-    """The effort of ``run()``."""
+    """Measures the effort of ``run()``."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

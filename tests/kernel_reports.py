@@ -39,7 +39,7 @@ TARGETS = {
 
 
 class Traffic(NamedTuple):
-    """Bytes at distinct addresses read and written, and how often the busiest address was touched one way."""
+    """Bytes at distinct addresses read and written, and the most reads or writes of any one address."""
 
     bytes: int
     visits: int
@@ -56,7 +56,7 @@ class Resources(NamedTuple):
 def traffic(run: Callable[[], object], shared: Sequence[Tensor] = ()) -> Traffic:
     """What interpreted kernels load and store in ``run()``; masked lanes move nothing.
 
-    Addresses in ``shared`` tensors, and scalars, count as bytes, but may be visited by every program.
+    Addresses in ``shared`` tensors, and scalars, count towards the bytes, but every program may access them.
     """
     touched: dict[tuple[str, int, bool], list[np.ndarray]] = {}
 
@@ -90,7 +90,7 @@ def without_interpreter(function: Callable[..., T], *args: object) -> T:
     """
     try:
         return _process_without_interpreter().submit(function, *args).result()
-    except BrokenProcessPool:  # it died, and the next call starts another
+    except BrokenProcessPool:  # the process died; the next call starts another
         _process_without_interpreter.cache_clear()
         raise
 
@@ -102,9 +102,9 @@ def _process_without_interpreter() -> ProcessPoolExecutor:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
         patch.setenv("TRITON_CACHE_DIR", cache.name)
-        pool.submit(os.getpid).result()  # the first call starts the process, which keeps this environment
+        pool.submit(os.getpid).result()  # the first call starts the process, which inherits this environment
     atexit.register(cache.cleanup)
-    atexit.register(pool.shutdown)  # before the cleanup
+    atexit.register(pool.shutdown)  # runs before the cleanup
     return pool
 
 
@@ -128,7 +128,7 @@ class Launch(NamedTuple):
         values = [self.arguments.get(name) for name in names]
         constant = [p.is_constexpr or value is None for p, value in zip(self.kernel.params, values, strict=True)]
         types = ["constexpr" if constant[i] else _type(value) for i, value in enumerate(values)]
-        # what a launch finds for aligned memory and sizes divisible by 16; otherwise loads are narrow
+        # what a launch infers for aligned memory and sizes divisible by 16; without it, loads are narrow
         at = [i for i, value in enumerate(values) if not constant[i] and _aligned(value)]
         return Signature(
             types=dict(zip(names, types, strict=True)),
@@ -139,7 +139,7 @@ class Launch(NamedTuple):
 
 
 def launches(run: Callable[[], object]) -> list[Launch]:
-    """What ``run()`` would launch; nothing is, so its results are garbage. Only without the interpreter."""
+    """The launches ``run()`` would make; none is made, so its results are garbage. Only without the interpreter."""
     recorded: list[Launch] = []
 
     class Recorder:
@@ -161,25 +161,25 @@ def launches(run: Callable[[], object]) -> list[Launch]:
 
 
 def compile_for(launch: Launch, target: GPUTarget) -> Resources:
-    """What the kernel takes when it is compiled for ``target`` as a launch with these arguments would."""
+    """The resources of the kernel, compiled for ``target`` as a launch with these arguments would compile it."""
     compiled = _compiled(launch, target)
     return _resources(compiled.asm, compiled.metadata.shared)
 
 
 def widest_load(launch: Launch, target: GPUTarget) -> int:
-    """Bytes that the widest load of the kernel moves from global memory to one thread; ``target`` is of NVIDIA."""
+    """Bytes that the kernel's widest load moves from global memory to one thread; ``target`` is an NVIDIA GPU."""
     loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx(launch, target))
     return max(int(count or 1) * int(bits) // 8 for count, bits in loads)
 
 
 def ptx(launch: Launch, target: GPUTarget) -> str:
-    """The kernel in NVIDIA's portable assembly."""
+    """The kernel as PTX."""
     text: str = _compiled(launch, target).asm["ptx"]
     return text
 
 
 def _compiled(launch: Launch, target: GPUTarget) -> Any:
-    if "NATIVE" in launch.arguments:  # answers the launchers' queries of the absent GPU
+    if "NATIVE" in launch.arguments:  # answers the launchers' queries of the missing GPU
         native = target.backend == "cuda" and target.arch >= 89
         launch = launch._replace(arguments=launch.arguments | {"NATIVE": native})
     signature = launch.signature()

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 class LiveMemory(TorchDispatchMode):
     """Tracks storages created by operations in the ``with`` block; those of earlier tensors are not counted.
 
-    A Megalith operator is one operation: what it allocates and frees internally is not seen.
+    A Megalith operator counts as one operation: what it allocates and frees internally is not seen.
     """
 
     def __init__(self) -> None:

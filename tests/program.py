@@ -30,7 +30,7 @@ MARK = "MEGALITH_TEST_PROGRAM"  # set in the environment of a program's ranks, t
 
 @dataclass(frozen=True)
 class Ended:
-    """Exit code and what was printed."""
+    """An exit code and the output."""
 
     code: int
     out: str
@@ -38,7 +38,7 @@ class Ended:
 
 
 def here(*arguments: object) -> Ended:
-    """``megalith ARGUMENTS`` in this process, without starting ranks."""
+    """Runs ``megalith ARGUMENTS`` in this process, without starting ranks."""
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", ["megalith", *map(str, arguments)]):
         code = run()
@@ -46,11 +46,11 @@ def here(*arguments: object) -> Ended:
 
 
 class Program:
-    """``megalith ARGUMENTS`` in a session of its own, one thread a rank, forked from the server of ``rank_pool``.
+    """``megalith ARGUMENTS`` in its own session, one thread per rank, forked from the fork server of ``rank_pool``.
 
-    As started by a shell, but without the seconds that imports take. The ranks of ``--nproc`` have their own server.
-    ``first`` are lines of Python that run before it, in the program and in each of its ranks. ``terminal`` is the path
-    of the one that it is started from; else what it prints is kept.
+    It behaves as if started by a shell, but without seconds of imports. The ranks of ``--nproc`` have their own fork
+    server. ``first`` is Python code that runs beforehand, in the program and in each of its ranks. ``terminal`` is the
+    path of its controlling terminal; without one, its output is captured.
     """
 
     def __init__(self, *arguments: object, first: Sequence[str] = (), terminal: str | None = None) -> None:
@@ -60,7 +60,7 @@ class Program:
         self.mark = uuid.uuid4().hex
         environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark}
         if first:
-            # the server of the ranks, not Python's resource tracker
+            # the fork server of the ranks, not Python's resource tracker
             script = ["import sys", "if any('forkserver' in word for word in sys.orig_argv):"]
             (folder / "sitecustomize.py").write_text("\n".join([*script, *(f"    {line}" for line in first)]))
             environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -74,18 +74,18 @@ class Program:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, below 0 the signal that killed it, or None while it runs."""
+        """The exit code, the negative signal number if a signal killed it, or None while it runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
     def err(self) -> str:
-        """What it has written so far."""
+        """What it has written to stderr so far."""
         return self._err.read_text()
 
     def ended(self, timeout: float = 120) -> "Ended":
-        """How it ended."""
+        """Waits for the end; returns the exit code and the output."""
         self._process.join(timeout)
         assert self.code is not None, f"it runs on after {timeout} s"
         return Ended(self.code, *(path.read_text() if path.is_file() else "" for path in (self._out, self._err)))
@@ -96,12 +96,12 @@ def _be_program(arguments: list[str], environment: dict[str, str], first: str, o
     threading.Thread(target=_end_with_the_test, daemon=True).start()
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
-    # what the server has opened remembers what it was: a file that can seek
+    # file objects that the server opened remember what the descriptor was: a seekable file
     sys.stdout, sys.stderr = (TextIOWrapper(FileIO(number, "w", closefd=False), "utf-8") for number in (1, 2))
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    exec(first, {})  # one namespace, so that its functions find its names
+    exec(first, {})  # one namespace, so that its functions find their globals
     sys.argv = ["megalith", *arguments]
     main()
 
@@ -114,27 +114,27 @@ def _end_with_the_test() -> None:
 
 
 def start(*arguments: object, first: Sequence[str] = (), terminal: str | None = None) -> Program:
-    """``megalith ARGUMENTS`` as a process. With ``--nproc`` it takes seconds: where ``here`` will do, use it.
+    """Starts ``megalith ARGUMENTS`` as a process. With ``--nproc`` this takes seconds: use ``here`` where it is enough.
 
-    A rank of the pool (tests/rank_pool.py) that runs ``here`` acts like a rank started by torchrun.
+    A rank of the pool (tests/rank_pool.py) that calls ``here`` acts like a rank started by torchrun.
     """
     return Program(*arguments, first=first, terminal=terminal)
 
 
 def processes_marked(mark: str) -> list[int]:
-    """The processes that have ``mark`` as ``MARK`` in their environment, and have not ended."""
+    """The running processes that have ``mark`` as ``MARK`` in their environment."""
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"{MARK}={mark}".encode() in environment.read_bytes() and runs(int(environment.parent.name)):
                 found.append(int(environment.parent.name))
         except OSError:
-            continue  # ended in the meantime, or belongs to another user
+            continue  # it ended in the meantime, or belongs to another user
     return found
 
 
 def runs(pid: int) -> bool:
-    """Whether a process, or any of its threads, still runs; locks are held until the last thread ends."""
+    """Whether a process, or any of its threads, is still running; locks are held until the last thread ends."""
     folder = Path(f"/proc/{pid}")
     try:
         return b"\nState:\tZ" not in (folder / "status").read_bytes() or len(os.listdir(folder / "task")) > 1
@@ -143,7 +143,7 @@ def runs(pid: int) -> bool:
 
 
 def start_torchrun(num_ranks: int, *arguments: object) -> "subprocess.Popen[str]":
-    """``torchrun -m megalith ARGUMENTS`` on so many ranks."""
+    """Starts ``torchrun -m megalith ARGUMENTS`` with this many ranks."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return subprocess.Popen(
         [sys.executable, *torchrun, "-m", "megalith", *map(str, arguments)],
@@ -156,7 +156,7 @@ def start_torchrun(num_ranks: int, *arguments: object) -> "subprocess.Popen[str]
 
 
 def wait_for_steps(program: Program, run: str | Path, num_steps: int, timeout: float = 120) -> None:
-    """Returns when the started run has written so many records; fails if it ends before."""
+    """Returns once the run has written this many records; fails if it ends earlier."""
     metrics = Path(run) / "metrics.jsonl"
     deadline = time.monotonic() + timeout
     while not metrics.exists() or metrics.read_text().count("\n") < num_steps:
@@ -166,7 +166,7 @@ def wait_for_steps(program: Program, run: str | Path, num_steps: int, timeout: f
 
 
 def write_settings(tree: dict[str, Any], folder: Path) -> Path:
-    """``tree`` as a YAML file in ``folder``."""
+    """Writes ``tree`` as a YAML file in ``folder``."""
     path = folder / "settings.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path

@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 def each_value(candidate: tuple[Any, ...]) -> set[Hashable]:
-    """Every value of every parameter, by its name."""
+    """Every value of every parameter, with the parameter's name."""
     return {(position, str(value)) for position, value in enumerate(candidate)}
 
 
 def sampled(candidates: Sequence[tuple[Any, ...]], shows: Callable[[Any], set[Hashable]] = each_value) -> list[Any]:
-    """``candidates`` as parameters of a test; those outside their ``cover`` are slow."""
+    """``candidates`` as parameters of a test; those not in their ``cover`` are slow."""
     kept = cover(candidates, shows)
     return [
         pytest.param(*one, id="-".join(map(str, one)), marks=[] if one in kept else [pytest.mark.slow])
@@ -25,10 +25,10 @@ def sampled(candidates: Sequence[tuple[Any, ...]], shows: Callable[[Any], set[Ha
 
 
 def cover(candidates: Sequence[T], shows: Callable[[T], set[Hashable]]) -> list[T]:
-    """A greedy cover: candidates that together show everything any of them shows, each adding the most.
+    """A greedy cover: candidates that together have every feature that any of them has, each adding the most.
 
-    The first of equals is taken, so the sample is the same everywhere, and a candidate that shows something new brings
-    its own sample with it.
+    The first of equals is taken, so the sample is the same on every machine, and a new candidate with a new feature is
+    sampled automatically.
     """
     features = [shows(candidate) for candidate in candidates]
     missing, chosen = set().union(*features), set()

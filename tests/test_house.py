@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "megalith"
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
-# file:function -> why it is longer than 60 lines; never over 100
+# file:function -> why it may exceed 60 lines; never over 100
 LONG_FUNCTIONS: dict[str, str] = {}
 # file:name -> why it may change at run time
 GLOBAL_STATE = {
@@ -40,7 +40,7 @@ GLOBAL_STATE = {
     "src/megalith/torch_compat.py:distributed_c10d": "how torch names a process group, while it makes one",
     "src/megalith/topology/current_state.py:_current": "the one named context, for accessors of users' scripts",
 }
-# __init__ file:name -> why it has more than a docstring, imports and __all__
+# __init__ file:name -> why it contains more than a docstring, imports and __all__
 CODE_IN_INIT = {
     "src/megalith/__init__.py:__version__": "the build reads it from there",
     "src/megalith/fusions/core/kernels/__init__.py:Expr": "says how to install triton before a kernel file fails",
@@ -79,7 +79,7 @@ PRIVATE = {
 
 
 def tracked(*suffixes: str) -> list[Path]:
-    """Files that git has or would add, with one of ``suffixes``; with none, all."""
+    """Files that git tracks or would add, with one of ``suffixes``; all of them if there are none."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [ROOT / name for name in names if (not suffixes or name.endswith(suffixes)) and (ROOT / name).is_file()]
@@ -204,7 +204,7 @@ def stores(node: ast.AST) -> bool:
 
 
 def written_through(node: ast.AST) -> ast.AST | None:
-    """The names a statement modifies by index, by attribute, or by a mutating method."""
+    """The names a statement modifies by subscript, by attribute, or by a mutating method."""
     if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
         return node.value
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:

@@ -14,7 +14,7 @@ from megalith.packed_seq_params import PackedSeqParams
 
 
 def packed(borders: list[int], batch_size: int = 2, seq_length: int = 4, **changes) -> PackedSeqParams:
-    """2 rows of 4 tokens unless told otherwise, with ``changes`` to what would be right."""
+    """Two rows of 4 tokens by default, with ``changes`` to otherwise valid arguments."""
     cu_seqlens = torch.tensor(borders, dtype=torch.int32)
     longest = max((end - start for start, end in pairwise(borders)), default=0)
     fields = {
@@ -77,7 +77,7 @@ def test_documents_may_be_numbered_from_anywhere():
 def test_the_tokens_of_a_padded_row_are_one_document_and_its_padding_is_others(row, documents):
     is_token = torch.tensor([[place == "t" for place in row]])
     assert PackedSeqParams.from_padding(is_token).rows() == [documents]
-    # beside other rows too, of which each is padded in its own way
+    # also next to other rows, each with its own padding
     together = PackedSeqParams.from_padding(torch.cat((is_token, torch.ones(1, 5, dtype=torch.bool), is_token)))
     assert together.rows() == [documents, [(0, 5)], documents]
 
@@ -133,7 +133,7 @@ def test_documents_are_cut_off_at_the_ends_of_a_range_of_columns(start, stop):
 
 def test_moving_keeps_the_rows_and_asks_the_device_for_nothing(monkeypatch):
     params = PackedSeqParams.from_lengths([[3, 1], [4]])
-    monkeypatch.setattr(torch.Tensor, "tolist", None)  # operations that would wait for a device
+    monkeypatch.setattr(torch.Tensor, "tolist", None)  # operations that would synchronize with a device
     monkeypatch.setattr(torch.Tensor, "item", None)
     moved = params.to("meta")
     assert moved.rows() == params.rows()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from megalith.torch_compat import all_gather_into, compile_apart, grouped_mm, reduce_scatter_into
 from tests.rank_pool import ranks
 
-# (since 2.13, until then): both still exist in 2.13, where the older ones warn
+# (new name since 2.13, old name until then): 2.13 has both, and warns for the old ones
 RENAMED = [
     ("all_gather_single", "all_gather_into_tensor"),
     ("reduce_scatter_single", "reduce_scatter_tensor"),
@@ -46,7 +46,7 @@ def test_this_torch_multiplies_groups_of_rows():
 
 
 def test_this_torch_can_end_a_backward_by_hand():
-    """What it does is in tests/parallel/sharding/test_fsdp.py."""
+    """What it does is tested in tests/parallel/sharding/test_fsdp.py."""
     assert "_get_fsdp_state" in vars(FSDPModule)
     assert "_root_post_backward_final_callback" in vars(FSDPState)
 

@@ -11,7 +11,7 @@ from tests.tiny_run import GPT2, settings
 __all__ = ["BERT", "SEQ", "masked_settings", "write_sentences"]
 
 SEQ = 32
-_VOCAB = 397  # a prime: no tp divides it
+_VOCAB = 397  # a prime, so that no tp divides it
 _WORDS = (
     "one",
     "two",
@@ -37,7 +37,7 @@ BERT: dict[str, Any] = {name: value for name, value in GPT2.items() if name != "
 
 
 def write_sentences(folder: Path, num_documents: int = 30, seed: int = 0) -> str:
-    """A dataset of documents of 2 to 12 sentences; returns its prefix."""
+    """Writes a dataset of documents of 2 to 12 sentences; returns its prefix."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(num_documents):
@@ -48,7 +48,7 @@ def write_sentences(folder: Path, num_documents: int = 30, seed: int = 0) -> str
 
 
 def masked_settings(folder: Path, **groups: Any) -> dict[str, Any]:
-    """A tree for load_run of a BERT over sentences in ``folder``; ``groups`` as in ``settings``."""
+    """A settings tree for a BERT trained on sentences in ``folder``; ``groups`` as in ``settings``."""
     prefix = folder / "text"
     data = {"train": str(prefix) if prefix.with_suffix(".idx").exists() else write_sentences(folder), "seq_length": SEQ}
     tree = settings(folder, **{"model": {}, **groups})

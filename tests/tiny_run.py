@@ -8,7 +8,7 @@ import numpy as np
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
 from megalith.data.tokenizer import Tokenizer
 
-VOCAB = 61  # a prime: no tp divides it
+VOCAB = 61  # a prime, so that no tp divides it
 EOD = 0
 SEQ = 16
 
@@ -36,9 +36,9 @@ GPT2: dict[str, Any] = {
 
 
 def write_dataset(prefix: Path, num_documents: int = 40, seed: int = 0, tokenizer: Path | None = None) -> str:
-    """Documents of 1 to 30 tokens, each ended by EOD; short ones, so that rows hold several.
+    """Writes documents of 1 to 30 tokens, each ended by EOD; short ones, so that rows hold several.
 
-    ``tokenizer``: a tokenizer.json beside ``prefix`` that is said to have made them.
+    ``tokenizer``: a tokenizer.json beside ``prefix``, recorded as the one that produced them.
     """
     random = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
@@ -54,7 +54,7 @@ def write_dataset(prefix: Path, num_documents: int = 40, seed: int = 0, tokenize
 
 
 def settings(folder: Path, **groups: Any) -> dict[str, Any]:
-    """A tree for load_run over a dataset in ``folder``; ``groups`` are merged into it, field by field."""
+    """A settings tree for a run over a dataset in ``folder``; ``groups`` are merged into it, field by field."""
     prefix = folder / "text"
     if not prefix.with_suffix(".idx").exists():
         write_dataset(prefix)
