@@ -47,18 +47,18 @@ _OF_PARALLEL = (*_DEGREES, "sequence", "context_method", "virtual", "schedule")
 
 
 def world_size(row: Row) -> int:
-    """The ranks of a layout."""
+    """The number of ranks of a layout."""
     return prod(row[name] for name in _DEGREES)
 
 
 def global_batch_size(row: Row) -> int:
-    """The smallest batch, in samples, that accumulates gradients and in which a pipeline has a steady state."""
+    """The smallest batch, in samples, that accumulates gradients and in which a pipeline reaches a steady state."""
     num_micro_batches = 2 if row["pipeline"] == 1 else 2 * row["pipeline"]
     return row["replicate"] * row["shard"] * row["micro_batch_size"] * num_micro_batches
 
 
 def settings_of(row: Row, batch_size: int | None = None) -> dict[str, Any]:
-    """The groups that make a tiny run one of this layout; its global batch is ``batch_size`` or the smallest."""
+    """The settings of a tiny run in this layout; its global batch is ``batch_size`` or the smallest possible."""
     parallel = {name: row[name] for name in _OF_PARALLEL}
     if row["context"] == 1:
         del parallel["context_method"]
@@ -99,38 +99,38 @@ def _recompute(value: str) -> dict[str, Any]:
 
 
 def name_of(row: Row) -> str:
-    """A row's name: its values that are not the first of their axis."""
+    """A row's name: its values other than the first of their axis."""
     changed = {name: value for name, value in row.items() if value != AXES[name][0]}
     return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items()) or "one rank"
 
 
 def layouts(number: int) -> list[Row]:
-    """This many layouts, the same in every process; the first of them cover all pairs that any layout can show."""
+    """This many layouts, the same in every process; the first of them cover all pairs that any layout can have."""
     found, rest = _found()
     assert len(found) + len(rest) >= number, "draw more rows"
     return [*found, *rest][: max(number, len(found))]
 
 
 def num_covering() -> int:
-    """How many of ``layouts`` it takes until every pair is there."""
+    """How many of ``layouts`` it takes to cover every pair."""
     return len(_found()[0])
 
 
 def pairs(row: Row) -> frozenset[Pair]:
-    """Every two values that meet in a row, but those of settings that it does not have."""
+    """Every pair of values in a row, without settings that do not apply to it."""
     key = tuple(row.items())
     return _pairs(key)
 
 
 @cache
 def _found() -> tuple[list[Row], list[Row]]:
-    """Layouts that cover all pairs, and others."""
+    """Layouts that cover all pairs, and the remaining ones."""
     drawn = [row for row in _drawn(random.Random(0), 8000) if is_layout(row)]
     missing = set().union(*(pairs(row) for row in drawn))
     few_ranks = [row for row in drawn if world_size(row) <= _FEW_RANKS]
     covering: list[Row] = []
     while missing:
-        # layouts of few ranks first: eight ranks on two cores mostly wait for each other
+        # layouts with few ranks first: eight ranks on two cores mostly wait for each other
         candidates = few_ranks if len(covering) < _NUM_OF_FEW_RANKS else drawn
         best = max(candidates, key=lambda row: len(pairs(row) & missing))
         covering.append(best)
@@ -152,7 +152,7 @@ def _drawn(source: random.Random, number: int) -> Iterator[Row]:
 
 
 def is_layout(row: Row, batch_size: int | None = None) -> bool:
-    """Whether the settings accept ``row``, with a global batch of ``batch_size`` or the smallest."""
+    """Whether the settings accept ``row``, with a global batch of ``batch_size`` or the smallest possible."""
     if world_size(row) > MOST_RANKS or (row["sequence"] and row["tensor"] == 1):
         return False
     groups = settings_of(row, batch_size)

@@ -24,7 +24,7 @@ from megalith.transformer.stage import Stage
 
 @dataclass(frozen=True)
 class MaskedBatch(GPTBatch):
-    """``classes`` int64 [B, S]: the class of the text that begins with a token, -1 at others."""
+    """``classes`` int64 [B, S]: the class of the text that begins at a token, -1 at other tokens."""
 
     classes: NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class MaskedInputs:
 
 
 class PredictMasked(PretrainGPT):
-    """The mean loss of masked tokens, plus half of that of texts."""
+    """The mean loss of masked tokens, plus half of the mean loss of texts."""
 
     terms = MappingProxyType({"lm": 1.0, "text": 0.5})
 

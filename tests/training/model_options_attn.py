@@ -20,7 +20,7 @@ def attention(**options: Any) -> dict[str, Any]:
 
 
 def shared_groups(groups: dict[str, Any]) -> dict[str, Any]:
-    """One group of heads: each rank of tp computes its keys."""
+    """One query group: each rank of tp computes its keys and values."""
     return {**groups, "model": {**groups["model"], "num_query_groups": 1}}
 
 

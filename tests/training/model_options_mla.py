@@ -9,7 +9,7 @@ SIZES = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_he
 
 
 def latent(query_latent: int | None = None, **model: Any) -> dict[str, Any]:
-    """Latent attention, with initial weights large enough for scores to differ."""
+    """Multi-latent attention, with initial weights large enough for scores to differ."""
     mla = {**SIZES, "q_lora_rank": query_latent}
     return {"model": {"num_query_groups": None, "init_method_std": 0.2, "mla": mla, **model}}
 

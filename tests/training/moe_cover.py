@@ -62,12 +62,12 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def world_size(row: Row) -> int:
-    """The ranks of a layout."""
+    """The number of ranks of a layout."""
     return prod(row[name] for name in _DEGREES)
 
 
 def settings_of(row: Row) -> dict[str, Any]:
-    """The groups that make a tiny run one of this layout."""
+    """The settings of a tiny run in this layout."""
     recompute = row["recompute"]
     again = {"recompute": recompute}
     if recompute not in ("none", "full"):
@@ -103,7 +103,7 @@ def settings_of(row: Row) -> dict[str, Any]:
 
 
 def tree_of_one_process(row: Row, tree: dict[str, Any]) -> dict[str, Any]:
-    """``tree`` for one process, which cuts a batch as its numbers need, and computes nothing again."""
+    """``tree`` for one process: micro-batches as needed for comparable numbers, no recomputation."""
     train = {name: value for name, value in tree["train"].items() if not name.startswith("recompute")}
     match comparable_at(MoEConfig(**tree["model"]["moe"])):
         case "any":
@@ -114,24 +114,24 @@ def tree_of_one_process(row: Row, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(row: Row) -> str:
-    """A row by what is not the first value of its axis."""
+    """A row's name: its values other than the first of their axis."""
     changed = {name: value for name, value in row.items() if value != AXES[name][0]}
     return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items()) or "one rank"
 
 
 def layouts(number: int) -> list[Row]:
-    """So many layouts, the same in every process; the first of them cover all pairs that any layout can show."""
+    """This many layouts, the same in every process; the first of them cover all pairs that any layout can have."""
     covering, rest = _found()
     return [*covering, *rest][:number]
 
 
 def num_covering() -> int:
-    """How many of ``layouts`` it takes until every pair is there."""
+    """How many of ``layouts`` it takes to cover every pair."""
     return len(_found()[0])
 
 
 def pairs(row: Row) -> frozenset[Pair]:
-    """Every two values that meet in a row."""
+    """Every pair of values in a row."""
     return _pairs(tuple(row.items()))
 
 
@@ -158,7 +158,7 @@ def _drawn(source: random.Random, number: int) -> Iterator[Row]:
 
 
 def _is_layout(row: Row) -> bool:
-    """Whether the settings take ``row``, and one process can have its numbers."""
+    """Whether the settings accept ``row``, and one process can reproduce its numbers."""
     if not 1 < world_size(row) <= MOST_RANKS:
         return False
     if world_size(row) // row["pipeline"] % (row["expert"] * row["expert_tensor"]):
@@ -168,7 +168,7 @@ def _is_layout(row: Row) -> bool:
     if row["capacity"] == "padded" and (row["method"] == "all_gather" or row["max_rows"] is not None):
         return False
     if row["capacity"] != "dropless" and (row["tensor"] > 1 or row["context"] > 1 or row["router"] == "global"):
-        return False  # what is dropped depends on which tokens a rank has
+        return False  # which tokens are dropped depends on which tokens a rank has
     if row["recompute"] == "mlp" and row["layers"] is None and row["shared"] is None:
         return False  # no layer has an MLP, not even a shared expert
     groups = settings_of(row)

@@ -116,7 +116,7 @@ def take_a_routers_part_of_a_gradient_for_the_whole() -> Any:
 
 
 SEQUENCE = {"router": {"sequence_balance": 0.3}}
-# fault: a layout and options of model.moe that show it
+# fault: a layout and model.moe options that expose it
 MOE_FAULTS: list[tuple[Fault, Layout, dict[str, Any]]] = [
     (send_tokens_to_the_next_expert, EXPERT, {}),
     (forget_the_gradient_of_the_first_expert, EXPERT, {}),

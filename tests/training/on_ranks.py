@@ -18,7 +18,7 @@ from tests.training.reference import Trajectory
 def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2, **parts: Any) -> Trajectory:
     """Builds the run on every rank and takes its first steps; the tensors are gathered from all ranks.
 
-    ``parts`` are those of ``RunParts``; ``task`` is the class of one, made of the settings.
+    ``parts`` are the fields of ``RunParts``, except that ``task`` is a class, constructed from the settings.
     """
     config = load_run(tree, world_size=world_size)
     if "task" in parts:
@@ -46,7 +46,7 @@ def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2, **par
 
 
 def _of_all_stages(mine: Trajectory) -> Trajectory:
-    """``mine`` with the tensors of other ranks' stages."""
+    """``mine`` plus the tensors of other ranks' stages."""
     for tensors in (mine.initial, mine.final, *mine.gradients):
         for found in all_gather(dict(tensors)):
             for name, tensor in found.items():

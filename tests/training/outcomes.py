@@ -13,16 +13,16 @@ from megalith.observe.metrics import read_metrics
 from megalith.training.loop import Outcome
 from megalith.training.pretrain import pretrain
 
-NOTHING = str  # takes a line and drops it
+NOTHING = str  # accepts a line and drops it
 
 
 def run_here(tree: dict[str, Any], world_size: int) -> Outcome:
-    """Trains on this rank of the test's own process group."""
+    """Trains on this rank, in the test's own process group."""
     return pretrain(load_run(tree, world_size=world_size), NOTHING, NOTHING)
 
 
 def final_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Weights and moments of the newest checkpoint, whole, whatever layout wrote it."""
+    """Weights and moments of the newest checkpoint, unsharded, whatever layout wrote it."""
     path = find_checkpoint(Path(folder) / "checkpoints")
     assert path is not None
     pieces: dict[str, torch.Tensor] = {}
@@ -42,7 +42,7 @@ def final_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def losses(folder: str | Path) -> list[float]:
-    """The loss of every step."""
+    """The loss of each step."""
     return [record["loss"] for record in read_metrics(Path(folder)) if "loss" in record]
 
 

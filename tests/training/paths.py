@@ -12,7 +12,7 @@ from megalith.fusions.core.dispatch import Backend, Fusion, use
 from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory
 
-# path -> the dtype that it is taken in, and by shape the operations that must have been seen to take it
+# path -> the dtype that it is tested in, and for each shape the operations that must be observed to take it
 _ROWS = {
     "llama": {"add_norm", "rms_norm", "rope", "glu", "bias_dropout_add", "vocab_parallel_cross_entropy"},
     "gpt2": {"add_norm", "layer_norm", "bias_gelu", "bias_dropout_add", "vocab_parallel_cross_entropy"},
@@ -26,7 +26,7 @@ PATHS: dict[Backend, tuple[str, dict[str, set[str]]]] = {
 
 @contextmanager
 def taking(path: Backend) -> Iterator[set[str]]:
-    """Inside, operations that have ``path`` take it, in several blocks; yields the names of those that did."""
+    """Operations that support ``path`` take it, in several blocks; yields the names of those that did."""
     taken: set[str] = set()
     choose = Fusion.choose
 
@@ -40,12 +40,12 @@ def taking(path: Backend) -> Iterator[set[str]]:
         use(path),
         patch.object(Fusion, "choose", noting),
         patch.object(blocks, "_THREAD_ELEMENTS", 64),
-        patch.object(torch._inductor.config, "compile_threads", 1),  # no pool of compilers beside each rank
+        patch.object(torch._inductor.config, "compile_threads", 1),  # no pool of compiler processes on each rank
     ):
         yield taken
 
 
 def first_steps_on(path: Backend, tree: dict[str, Any], num_steps: int = 2) -> tuple[Trajectory, set[str]]:
-    """``first_steps`` on ``path``, and the operations that took it."""
+    """Runs ``first_steps`` on ``path``; also returns the operations that took it."""
     with taking(path) as taken:
         return first_steps(tree, torch.distributed.get_world_size(), num_steps), taken

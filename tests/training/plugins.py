@@ -31,7 +31,7 @@ from megalith.transformer.stage import Stage
 
 
 class SquaredReLU(nn.Module):
-    """A feed-forward with another activation, So et al. 2021, arXiv:2109.08668, and a dropout of its own."""
+    """A feed-forward with another activation (So et al. 2021, arXiv:2109.08668) and its own dropout."""
 
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class SquaredReLU(nn.Module):
 
 
 class OtherSecondLayer(PretrainGPT):
-    """GPT whose layer 1 has another feed-forward."""
+    """GPT whose layer 1 has a different feed-forward."""
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> GPTModel:
         return GPTModel(self.config.model, options, stage=stage, spec_of=self.spec_of)
@@ -93,7 +93,7 @@ class Encoder(ModelModule):
 
 
 class ReadBothWays(PretrainGPT):
-    """An encoder on padded rows: row i of the global batch has i % 4 tokens fewer than the others."""
+    """An encoder on padded rows: row i of the global batch is i % 4 tokens shorter than the others."""
 
     costs = Task.costs  # it has no stages
 
@@ -117,7 +117,7 @@ class ReadBothWays(PretrainGPT):
 
 
 class TwoTerms(PretrainGPT):
-    """The mean loss of tokens under the mask, and a quarter of the mean square of all tokens' losses."""
+    """The mean loss of unmasked tokens, plus a quarter of the mean squared loss of all tokens."""
 
     terms = MappingProxyType({"lm": 1.0, "square": 0.25})
 
@@ -129,7 +129,7 @@ class TwoTerms(PretrainGPT):
 
 
 class _Rounded(torch.autograd.Function):
-    """x w^T of operands rounded to 8 bits, whose gradients see the rounded operands."""
+    """x w^T with operands rounded to 8 bits; gradients see the rounded operands."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def product_of_8_bits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass
 class Adagrad:
-    """Duchi et al. 2011, without torch's optimizers: state of its own, updated on each rank's shards."""
+    """Duchi et al. 2011, without torch's optimizers: its own state, updated on each rank's shards."""
 
     param_groups: list[dict[str, Any]]
     squares: dict[str, tuple[nn.Parameter, Tensor]]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalith.parallel.traffic import Collective, Traffic
 from megalith.topology.group_options import GroupOptions
 
-# torch's operators, underneath its Python functions, FSDP2 and DTensor -> our names for them
+# torch's operators, below its Python functions, FSDP2 and DTensor -> our names for them
 KINDS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -23,7 +23,7 @@ KINDS = {
     "recv_": "receive",
     "all_reduce": "all_reduce",  # DTensor's
 }
-# operators of functional collectives that exchange nothing
+# functional-collective operators that communicate nothing
 LOCAL = {"wait_tensor", "_wrap_tensor_autograd"}
 # an axis is identified by the timeout of its group, because several axes may span the same ranks
 TIMEOUTS = {
@@ -42,9 +42,9 @@ APART = {axes: GroupOptions(timeout=timeout) for axes, (_, timeout) in TIMEOUTS.
 
 
 class Recorder(TorchDispatchMode):
-    """Notes in ``found`` what goes over groups of more than one rank, while it is entered, in backward too.
+    """While entered, counts in ``found`` what is exchanged over groups of more than one rank, also in backward.
 
-    The groups are those of a ``ParallelState`` with the options ``APART``.
+    The groups must come from a ``ParallelState`` with the options ``APART``.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from megalith.transformer.step_record import MicroBatchRecord, StepRecord
 
 @dataclass
 class Trajectory:
-    """Per step: loss, gradient norm before clipping, gradients after it; and the weights before and after all steps."""
+    """For each step: loss, gradient norm before clipping, gradients after it; also the first and the last weights."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Trajectory:
     final: dict[str, Tensor] = field(default_factory=dict)
 
     def initial_differs(self, other: "Trajectory") -> bool:
-        """Whether first weights are others, but for the rounding of a narrower dtype."""
+        """Whether the initial weights differ by more than the rounding to a narrower dtype."""
         return any(not torch.equal(self.initial[name].float(), w.float()) for name, w in other.initial.items())
 
 
@@ -65,7 +65,7 @@ def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
 
 
 def _groups_of_mup(named: dict[str, Tensor], config: RunConfig) -> list[dict[str, Any]]:
-    """A group for each parameter; table 8 of arXiv:2203.03466, for a model without experts."""
+    """One parameter group per parameter; table 8 of arXiv:2203.03466, for a model without experts."""
     optim, groups = config.optim, []
     width = config.model.hidden_size / config.model.mup.base_hidden_size
     for name, parameter in named.items():
@@ -87,7 +87,7 @@ def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int, re
     tokens, labels = (torch.tensor([list(getattr(s, name)) for s in samples]) for name in ("tokens", "labels"))
     packed = positions = None
     if config.data.reset_attention_mask or config.data.reset_position_ids:
-        # documents again, from the tokens themselves: a new one begins after each end-of-document token
+        # documents, derived again from the tokens themselves: a new one begins after each end-of-document token
         starts = torch.nn.functional.pad(tokens[:, :-1] == 0, (1, 0)).long()
         documents = starts.cumsum(1)
         if config.data.reset_attention_mask:
@@ -120,7 +120,7 @@ def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int, re
 
 
 def differences(got: Trajectory, want: Trajectory) -> list[str]:
-    """The names of everything in which ``got`` is further from ``want`` than the tolerance allows."""
+    """The names of everything in which ``got`` differs from ``want`` by more than the tolerance."""
     wrong = [name for name in want.initial if not torch.equal(got.initial[name], want.initial[name])]
     found = [f"initial {name}" for name in wrong]
     for step, (loss, norm) in enumerate(zip(want.losses, want.norms, strict=True)):

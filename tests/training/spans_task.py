@@ -28,7 +28,7 @@ from megalith.transformer.stage import Stage
 
 @dataclass(frozen=True)
 class SpansBatch(GPTBatch):
-    """``labels`` and ``loss_mask`` are of the decoder's rows [B, Sd], ``documents`` of both, whole."""
+    """``labels`` and ``loss_mask`` belong to the decoder's rows [B, Sd]; ``documents`` to both, unsharded."""
 
     decoder_tokens: NDArray[np.int64]
     decoder_positions: NDArray[np.int64]
@@ -47,7 +47,7 @@ class SpansInputs:
 
 
 class PredictSpans(PretrainGPT):
-    """The mean loss of the tokens between those that the decoder reads."""
+    """The decoder reads every second token; the loss is the mean over the tokens in between."""
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> T5Model:
         return T5Model(self.config.model, options, stage=stage)

@@ -11,12 +11,12 @@ from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 
-# the smallest Llama there is: what these runs learn does not matter
+# the smallest possible Llama: what these runs learn does not matter
 MODEL = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2}
 
 
 def go_on_with(file: Path, overrides: list[str], task: type[PretrainGPT] = PretrainGPT) -> str:
-    """What a start prints on this rank, or the error that ends it."""
+    """What starting the run prints on this rank, or the error that ends it."""
     config = load_run(file, overrides, world_size=dist.get_world_size())
     lines: list[str] = []
     try:
@@ -27,6 +27,6 @@ def go_on_with(file: Path, overrides: list[str], task: type[PretrainGPT] = Pretr
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Every file below ``folder`` but its lock, by the hash of its content."""
+    """The hash of every file below ``folder`` except its lock."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # registers it
+import torch.testing._internal.distributed.fake_pg  # importing it registers the backend
 
 from megalith.config import RunConfig, load_run
 from megalith.errors import ConfigError
@@ -24,7 +24,7 @@ DEGREES = ("tensor", "context", "pipeline", "replicate", "shard")
 
 
 def drawn(source: random.Random, folder: Path) -> tuple[RunConfig, int] | None:
-    """A run and its number of ranks, of sizes that few degrees divide; None if its settings are refused."""
+    """A random run and its number of ranks, with sizes that few degrees divide; None if its settings are refused."""
     one = source.choice
     parallel: dict[str, Any] = {
         "tensor": one([1, 1, 2, 3, 4]),
@@ -75,7 +75,7 @@ def built(seed: int, folder: Path) -> str:
     with patch("megalith.training.build_model._require_names_of_their_own", lambda *_, **__: None):
         try:
             build_run(config, torch.device("cpu"))
-        except Exception as error:  # whatever a rank may find
+        except Exception as error:  # whatever a rank may raise
             return f"{type(error).__name__}: {error}; {config.parallel}, {config.model}"
     return ""
 
@@ -83,7 +83,7 @@ def built(seed: int, folder: Path) -> str:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_every_layout_that_is_accepted_can_be_built(seed, tmp_path):
     settings(tmp_path)  # writes the dataset
-    # a process for each, because torch caches by a mesh's ranks
+    # a process for each, because torch caches by the ranks of a mesh
     with fork_context().Pool(1, maxtasksperchild=1) as pool:
         found = pool.starmap(built, [(20 * seed + number, tmp_path) for number in range(20)], chunksize=1)
     assert [each for each in found if each] == []

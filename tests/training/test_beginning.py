@@ -31,17 +31,17 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy of the finished run's own folder."""
+    """This test's own copy of the finished run's folder."""
     return Path(shutil.copytree(finished / "run", tmp_path / "run"))
 
 
 def train(finished: Path, run: Path, *overrides: object) -> Ended:
-    """The command that began the run, with ``overrides``; by default it goes on for two more steps."""
+    """Repeats the command that began the run, with ``overrides``; by default it trains for two more steps."""
     return here("train", finished / "settings.yaml", f"run={run}", "train.steps=6", *overrides)
 
 
 def train_on_two_ranks(finished: Path, run: Path, *overrides: str) -> str:
-    """The same on two ranks: what is shown on rank 0, or the one error that all ranks raise."""
+    """The same on two ranks; returns what rank 0 shows, or the one error that all ranks raise."""
     file, settings = finished / "settings.yaml", [f"run={run}", "train.steps=6", "parallel.tensor=2", *overrides]
     first, second = ranks(2, go_on_with, file, settings)
     assert second in (first, ""), "ranks raise one error, and rank 0 alone shows what it did"
@@ -49,7 +49,7 @@ def train_on_two_ranks(finished: Path, run: Path, *overrides: str) -> str:
 
 
 def refusal(finished: Path, run: Path, *overrides: str, num_ranks: int = 1) -> str:
-    """The one message of a start that is refused, on every rank, and changes nothing."""
+    """The message with which every rank refuses to start; nothing is changed."""
     before = snapshot(run)
     if num_ranks == 1:
         found = train(finished, run, *overrides)
@@ -182,7 +182,7 @@ def test_the_refusal_is_that_of_all_ranks(finished, run):
 def test_with_its_metrics_moved_away_it_begins_again_also_after_a_kill(finished, run):
     delete_checkpoints(run)
     (run / "metrics.jsonl").unlink()
-    assert (run / "saved.json").exists()  # which alone does no harm
+    assert (run / "saved.json").exists()  # harmless on its own
     refuse_if_saved(run, LocalStore(run / "checkpoints"), {})
     (run / "metrics.jsonl").write_text('{"step": 1}\n')  # the new run is killed before it saves
     assert "started at step 0" in train(finished, run, "train.steps=1").out
@@ -300,7 +300,7 @@ def test_another_tokenizer_is_refused_where_the_files_do_not_name_theirs(finishe
     for name in ("a", "b"):
         (tmp_path / name).write_text(json.dumps({"made": name}))
     found = []
-    for num_steps, name in ((5, "a"), (6, "a"), (7, "b")):  # the checkpoint of step 4 knows no tokenizer
+    for num_steps, name in ((5, "a"), (6, "a"), (7, "b")):  # the checkpoint of step 4 records no tokenizer
         overrides = [f"run={run}", f"train.steps={num_steps}", f"data.tokenizer={tmp_path / name}"]
         found += ranks(1, go_on_with, finished / "settings.yaml", overrides)
     assert ["resumed from" in each for each in found] == [True, True, False]
@@ -324,7 +324,7 @@ def test_what_an_earlier_version_wrote_otherwise_is_no_change(finished, tmp_path
     newest = run / "checkpoints" / "step-00000002"
     state = json.loads((newest / "state.json").read_text())
     assert state["settings"]["data"]["valid"] == str(finished / "text")
-    # earlier versions kept paths as they were given, most often from the working folder that it still is
+    # earlier versions stored paths as given, usually relative to a working folder that is still the same
     state["settings"]["data"] |= {"train": "text", "valid": "elsewhere"}
     # and had fewer settings
     del state["settings"]["checkpoint"]["keep_best"], state["settings"]["tracking"], state["settings"]["optim"]["adamw"]

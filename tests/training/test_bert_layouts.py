@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2 x tensor 2": (4, {"shard": 2, "tensor": 2}),
     "replicate 2 x context 2": (4, {"replicate": 2, "context": 2}),
 }
-# `make test` takes each axis once, on four ranks two of them; tests/training/tasks/test_pretrain_bert.py has the ring
+# `make test` takes each axis once, two of them on four ranks; tests/training/tasks/test_pretrain_bert.py has the ring
 FAST = {
     ("post-norm, padded", "tensor 2, sequence"),
     ("post-norm, padded", "pipeline 2, uneven"),
@@ -77,7 +77,7 @@ def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
 
 
 def of_one_process(tree: dict[str, Any]) -> Trajectory:
-    """Of whole batches, with nothing computed again."""
+    """One process with whole batches and no recomputation."""
     train = {name: value for name, value in tree["train"].items() if not name.startswith("recompute")}
     alone = {**tree, "train": {**train, "micro_batch_size": train["global_batch_size"]}}
     alone.pop("parallel", None)

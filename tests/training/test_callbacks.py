@@ -43,7 +43,7 @@ def test_mfu_is_model_flops_a_second_over_the_peak_of_all_ranks(tmp_path):
     [record] = read_metrics(Path(tree["run"]))
     H, A, G, D, F, L, V = 32, 8, 4, 4, 48, 2, 61
     weights = L * (H * (A + 2 * G) * D + A * D * H + 3 * H * F) + V * H
-    flops = 3 * (2 * weights + 2 * A * D * SEQ * L)  # of a token
+    flops = 3 * (2 * weights + 2 * A * D * SEQ * L)  # per token
     assert record["mfu"] == pytest.approx(8 * SEQ * flops / record["step_seconds"] / (2 * PEAK), rel=1e-9)
 
 
@@ -54,11 +54,11 @@ def test_a_loss_of_several_terms_is_recorded_term_by_term(tmp_path):
     step, held_out = read_metrics(Path(tree["run"]))
     assert step["terms"].keys() == held_out["valid"].keys() == {"lm", "square"}
     assert step["loss"] == pytest.approx(step["terms"]["lm"] + 0.25 * step["terms"]["square"])
-    assert held_out["valid_loss"] == held_out["valid"]["lm"]  # what the run is about
+    assert held_out["valid_loss"] == held_out["valid"]["lm"]  # the run's main loss
 
 
 class Compiling(PretrainGPT):
-    """A task whose forward is built by torch.compile when it is first taken, for 0.3 s."""
+    """A task whose forward is built by torch.compile on its first call, which takes 0.3 s."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -74,7 +74,7 @@ class Compiling(PretrainGPT):
 
 
 def lines_of(tree: dict[str, Any]) -> tuple[list[str], list[float]]:
-    """What the run shows, and the seconds of each step that its estimate of the time left is made of."""
+    """What the run shows, and the seconds per step from which it estimates the time left."""
     config, lines, seconds = load_run(tree), [], []
     with patch.object(TimeLeft, "add_step", lambda _, step: seconds.append(step)):
         pretrain(config, lines.append, lines.append, RunParts(Compiling(config)))
@@ -95,7 +95,7 @@ def test_waiting_for_a_compiler_is_announced_and_is_no_part_of_speed_or_of_the_t
     assert first["time"]["forward-backward"] < first["step_seconds"] - 0.3
     work = first["step_seconds"] - first["time"]["compile"]
     assert first["tokens_per_second"] * work == pytest.approx(8 * SEQ)
-    [line] = [line for line in lines if "1/20" in line]  # though log_every is 100
+    [line] = [line for line in lines if "1/20" in line]  # although log_every is 100
     assert line.endswith("compiling)")
     assert estimated_from == [work, *(record["step_seconds"] for record in later)]
     assert all(record["peak_memory"] > 1e7 for record in steps)
@@ -108,7 +108,7 @@ def test_waiting_for_a_compiler_is_announced_and_is_no_part_of_speed_or_of_the_t
 
 
 def error_of(tree: dict[str, Any], where: str) -> tuple[str, str, bool]:
-    """The error that ends a run on this rank, where something fails on rank 1, or on rank 0 for metrics."""
+    """The error that ends a run on this rank when something fails on rank 1, or for metrics on rank 0."""
     config = load_run(tree, world_size=2)
 
     class Failing(PretrainGPT):
@@ -163,7 +163,7 @@ def test_an_error_of_one_rank_is_one_error_of_all(where, want, tmp_path):
 
 
 def run_with_held_out_losses(tree: dict[str, Any], losses: dict[int, float]) -> None:
-    """A run whose evaluations find ``losses``, by how many there were before."""
+    """A run whose evaluations return ``losses`` in turn."""
     found = iter(losses.values())
 
     def evaluate(*_: Any, **__: Any) -> Evaluation:

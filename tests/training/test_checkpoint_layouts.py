@@ -22,7 +22,7 @@ from tests.tiny_run import settings
 from tests.training.layout_cover import AXES, Row, is_layout, layouts, settings_of, world_size
 from tests.training.outcomes import final_tensors, run_here
 
-# what layouts that exchange checkpoints have in common; five layers are uneven over any stages
+# what layouts that exchange checkpoints have in common; five layers divide unevenly into any number of stages
 MODELS: dict[str, Row] = {
     "llama": {"num_layers": 5, "num_query_groups": 2, "tied": False, "packed": True, "dropout": 0.0, "ragged": True},
     "gpt2": {"num_layers": 5, "num_query_groups": 1, "tied": True, "packed": False, "dropout": 0.1, "ragged": False},
@@ -35,7 +35,7 @@ SLOW = pytest.mark.slow
 
 
 def parallel_of(row: Row) -> dict[str, Any]:
-    """The settings of a layout that are not those of one process."""
+    """The settings of a layout that differ from those of one process."""
     return {name: value for name, value in settings_of(row)["parallel"].items() if value != AXES.get(name, [None])[0]}
 
 
@@ -44,12 +44,12 @@ def name_of(row: Row) -> str:
 
 
 def features(row: Row) -> set[Any]:
-    """Each size of each axis, each method and schedule."""
+    """Each axis with its size, the method and the schedule."""
     return {*parallel_of(row).items(), ("ranks", world_size(row)), ("replicas", row["replicate"], row["shard"])}
 
 
 def interchangeable(model: str) -> dict[str, Row]:
-    """Layouts of ``model`` by name; the first of them have every feature that any has."""
+    """Layouts of ``model`` by name; the first of them have every feature that any of them has."""
     generated = random.Random(model).sample(layouts(200), 200)
     rows = [row for each in generated if is_layout(row := {**each, "shape": model, **MODELS[model]}, BATCH_SIZE)]
     by_name = {name: row for row in rows if (name := name_of(row))}
@@ -63,7 +63,7 @@ LAYOUTS = {model: interchangeable(model) for model in MODELS}
 
 
 class Runs:
-    """Runs of ``model``: what each layout has written after two steps, and one process that takes all of them."""
+    """Runs of ``model``: what each layout has written after two steps, and one process that takes all steps."""
 
     def __init__(self, model: str, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ class Runs:
         self._losses: list[float] = []
 
     def run(self, name: str, folder: Path, last_step: int) -> None:
-        """Trains in the layout ``name``, up to ``last_step``, from where ``folder`` is."""
+        """Trains in the layout ``name`` up to ``last_step``, continuing what is in ``folder``."""
         row = self.rows[name]
         tree = settings(self.folder, **settings_of(row, BATCH_SIZE), run=str(folder))
         tree["train"]["steps"] = last_step
@@ -86,7 +86,7 @@ class Runs:
         return folder
 
     def losses(self) -> list[float]:
-        """Of one process, of the steps after the second, without a break."""
+        """The losses of one process after step ``SAVED``, without interruption."""
         if not self._losses:
             self.run(ALONE, self.folder / "whole", LAST)
             self._losses = [record["loss"] for record in read_metrics(self.folder / "whole")[SAVED:]]
@@ -108,7 +108,7 @@ def check_goes_on(runs: Runs, writer: str, reader: str, folder: Path) -> None:
 
 
 def parameters(choices: dict[str, list[tuple[str, ...]]]) -> list[Any]:
-    """``choices`` of layouts for each model; `make test` has those of the tied one that end in a small pipeline."""
+    """``choices`` of layouts for each model; `make test` takes those of the tied model that end in a small pipeline."""
     return [
         pytest.param(model, *names, id=f"{model}: {' -> '.join(names)}", marks=() if is_small(model, names) else SLOW)
         for model, chosen in choices.items()

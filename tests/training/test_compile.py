@@ -13,7 +13,7 @@ from tests.tiny_run import GPT2, settings
 from tests.training.model_options_attn import ALL_AT_ONCE
 from tests.training.model_options_mla import latent
 
-# dropout whose masks each layer draws by a name of its own, in more layers than torch keeps variants of code for
+# dropout whose masks each layer draws under its own name, in more layers than torch caches variants of code for
 DROPOUT = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None, "num_layers": 10}
 # what a router does in training
 ROUTER = {
@@ -30,7 +30,7 @@ ATTENTION = {"attention": ALL_AT_ONCE, "init_method_std": 0.2}
 
 
 def losses(tree: dict[str, Any], folder: Path, nproc: int) -> list[float]:
-    # in its own processes: a compiler leaves threads and workers behind, which would affect other tests
+    # in its own processes: a compiler leaves threads and workers behind that would affect other tests
     found = start("train", write_settings(tree, folder), "--nproc", nproc).ended(timeout=400)
     assert found.code == 0, found
     return [record["loss"] for record in read_metrics(Path(tree["run"]))]

@@ -26,7 +26,7 @@ def run(recipe="llama-4m", *overrides):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "world_size", "pays"),
     [
-        # 0.2 s of a core saved in a step of 4,096 tokens, as measured: 500 steps for 100 s
+        # measured: saves 0.2 s of one core in a step of 4,096 tokens, so it takes 500 steps to make up for 100 s
         ("llama-4m", ["precision.dtype=bfloat16", "train.steps=400"], 1, False),
         ("llama-4m", ["precision.dtype=bfloat16", "train.steps=700"], 1, True),
         ("llama-4m", ["precision.dtype=float16", "train.steps=700"], 1, True),
@@ -58,7 +58,7 @@ def test_a_run_goes_on_as_it_has_begun_whatever_its_new_length(begun, tmp_path):
     for steps in (50, 100_000):
         config = with_compiling_decided(run("llama-4m", *changes, f"train.steps={steps}"), 1)
         assert config.train.compile_fusions == begun
-    # in another dtype it has other numbers anyway
+    # in another dtype the numbers differ anyway
     assert with_compiling_decided(run("llama-4m", f"run={tmp_path}"), 1).train.compile_fusions is False
 
 
@@ -85,7 +85,7 @@ def test_a_gpu_has_kernels_of_its_own(tmp_path, monkeypatch):
 
 
 def train_and_evaluate(tree):
-    with patch.object(dispatch, "LARGEST_WHOLE", 0):  # tensors as small as these are large enough
+    with patch.object(dispatch, "LARGEST_WHOLE", 0):  # so that tensors as small as these count as large enough
         pretrain(preflight(tree, [], 1), str, str)
         with patch.object(dispatch, "why_not_compile", lambda: pytest.fail("evaluation asks for a compiler")):
             evaluate_checkpoint(tree["run"], tree["data"]["train"], 2)

@@ -33,7 +33,7 @@ def test_where_one_side_is_silent_nothing_is_compared():
 
 
 class SilentSamples:
-    """Samples that do not tell what they are."""
+    """Samples without an identity."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -57,7 +57,7 @@ class Silent(PretrainGPT):
 
 
 class Own(PretrainGPT):
-    """Its samples are named by the environment, on rank 1 by one more variable."""
+    """Its samples are named by an environment variable, on rank 1 by an additional one."""
 
     def train_dataset(self) -> Any:
         name: Any = os.environ.get("CORPUS", "first")

@@ -18,7 +18,7 @@ from tests.tiny_run import settings
 
 @pytest.fixture(autouse=True)
 def without_memory(monkeypatch):
-    """What a run takes is counted in test_memory.py; it is no part of these numbers, and costs seconds."""
+    """Skips the memory estimate, which test_memory.py tests: it takes seconds and does not affect these numbers."""
     monkeypatch.setattr(dry_run, "_memory", lambda *_: "not counted")
 
 
@@ -30,7 +30,7 @@ def test_the_layout_and_the_state_of_a_rank_are_those_of_the_world(tmp_path):
     # a last norm
     num_parameters = 2 * 61 * 32 + 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
     assert re.search(rf"parameters +{num_parameters:,}\n", text)
-    # weights, gradients and two moments of 4 bytes, over 2 x 2 ranks
+    # weights, gradients and two moments of 4 bytes each, over 2 x 2 ranks
     assert 16 * num_parameters == 310_784
     assert re.search(r"state on each rank +about 77.7kB of 311kB\n", text)
 
@@ -45,12 +45,12 @@ def test_ranks_that_share_a_sequence_share_the_state_too(tmp_path):
 def test_the_state_is_that_of_the_largest_stage(tmp_path):
     tree = settings(tmp_path, parallel={"pipeline": 2, "shard": 2}, precision={"dtype": "float32"})
     text = describe(load_run(tree, world_size=4), 4)
-    # of two stages the last: a layer, the last norm, the head; in 16 bytes each, over 2 ranks
+    # the last of two stages: a layer, the last norm, the head; 16 bytes each, over 2 ranks
     num_parameters = 32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32 + 32 + 61 * 32
     assert 16 * num_parameters // 2 == 77_824
     assert re.search(r"state on each rank +up to 77.8kB of 311kB\n", text)
     tied = {**tree, "model": {**tree["model"], "tie_word_embeddings": True}}
-    # the whole has one embedding, and both stages hold it
+    # one process has one embedding, but both stages hold a copy
     assert re.search(r"state on each rank +up to 77.8kB of 280kB\n", describe(load_run(tied, world_size=4), 4))
 
 
@@ -61,7 +61,7 @@ def test_the_layers_of_each_stage_and_the_bubble_are_told(tmp_path):
     assert re.search(r"ranks +2 = tensor 1 x pipeline 2 x replicate 1 x shard 1\n", text)
     layer = 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48) + 2 * 32 * 16
     first, last, m = 3 * layer, 2 * layer + 2 * 509 * 32, 8
-    # the last stage is never without work, once the first has begun, and the first ends with a backward of its own
+    # once the last stage has begun it is never idle, and the first ends with a backward of its own
     idle = 2 * (m * last + first) - m * (first + last)
     assert re.search(rf"stages +3 \+ 2 layers, 1f1b: bubble {idle / m / (first + last):.0%} of the compute time", text)
     assert "stages" not in describe(load_run(settings(tmp_path), world_size=1), 1)
@@ -73,7 +73,7 @@ def test_what_the_busiest_rank_exchanges_is_told_by_axis(tmp_path):
     tree = settings(tmp_path, parallel=parallel, model=model, precision={"dtype": "float32"})
     text = describe(load_run(tree, world_size=4), 4)
     # 4 micro-batches of [16, 2, 32] in float32: two layers have 4 all-gathers and as many reduce-scatters each, the
-    # head has one of both; and the loss gathers 3 numbers of 32 tokens from both ranks; 5 norms are summed
+    # head has one of both; the loss gathers 3 numbers of 32 tokens from both ranks; 5 norms are summed
     hidden, m = 16 * 2 * 32 * 4, 4
     assert "traffic per step      of rank 2, the busiest; sizes are totals:\n" in text
     gathered = quantity(m * (9 * hidden + 2 * 3 * 32 * 4))

@@ -59,7 +59,7 @@ T5_OPTIONS: dict[str, dict[str, Any]] = {
         "train": {"recompute": "full"},
     },
 }
-# `make test` has each axis but cp once, as test_traffic.py has of a GPT; all others are slow
+# `make test` has each axis except cp once, as in test_traffic.py for GPT; all others are slow
 BERT_FAST = {("pre-norm, rope, untied, without a binary head", "tensor 2"), ("post-norm", "pipeline 2, uneven")}
 BERT_FAST |= {("positions after two rows, 16 bits, the fused loss", "shard 2")}
 T5_FAST = {("tied", "pipeline 2, cut in the encoder"), ("parts computed again, 16 bits", "tensor 2, sequence")}
@@ -70,7 +70,7 @@ def cases(options: dict[str, Any], layouts: dict[str, Any], fast: set[tuple[str,
         pytest.param(option, layout, marks=() if (option, layout) in fast else pytest.mark.slow)
         for option in options
         for layout in layouts
-        # a schedule that splits backwards has no fused loss, and computes nothing again
+        # a schedule that splits backwards has no fused loss and no recomputation
         if not (layout == "pipeline 2, a V" and "train" in options[option])
     ]
 
@@ -110,7 +110,8 @@ def counted(tree: dict[str, Any], num_ranks: int, labels: list[int] | None = Non
 
 
 def test_a_masked_token_exchanges_three_numbers_and_a_gradient(tmp_path):
-    # forward: a maximum, a sum and a logit of each of two ranks, in float64; backward: the gradient of what is read out
+    # forward: a maximum, a sum and a logit from each of two ranks, in float64; backward: the gradient of what is read
+    # out
     tree = masked_settings(tmp_path, parallel={"tensor": 2})
     one, two = (counted(tree, 2, [number] * 4) for number in (7, 11))
     assert one - two == {
@@ -121,8 +122,8 @@ def test_a_masked_token_exchanges_three_numbers_and_a_gradient(tmp_path):
 
 
 def test_a_layer_of_a_decoder_lets_what_the_encoder_gives_enter_once_more(tmp_path):
-    # of 32 tokens of the encoder and 16 of the decoder: self-attention, cross attention and feed-forward leave in
-    # forward and enter in backward, and what the encoder gives enters beside: 4 micro-batches of 2 rows in float64
+    # 32 tokens of the encoder and 16 of the decoder: self-attention, cross-attention and feed-forward leave the region
+    # in forward and enter it in backward, and the encoder's output enters separately: 4 micro-batches of 2 rows in float64
     tree = t5_settings(tmp_path, parallel={"tensor": 2})
     more = {**tree, "model": {**tree["model"], "t5": {"num_decoder_layers": 3}}}
     encoder, decoder = (tokens * 2 * 32 * 8 for tokens in (32, 16))

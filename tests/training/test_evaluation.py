@@ -42,7 +42,7 @@ def evaluation(tree: dict[str, Any], world_size: int, max_samples: int | None) -
 
 
 def by_hand(tree: dict[str, Any]) -> tuple[float, int]:
-    """The mean loss over windows of S tokens in the order of the file, by torch's own loss."""
+    """The mean loss over windows of S tokens in file order, by torch's own loss."""
     run = build_run(load_run(tree), torch.device("cpu"))
     tokens = torch.from_numpy(IndexedDataset(tree["data"]["train"]).tokens.astype("int64"))
     total, S = 0.0, tree["data"]["seq_length"]
@@ -69,7 +69,7 @@ OVER = [
     (4, {"replicate": 2}),
     (2, {"pipeline": 2}),
     (2, {"pipeline": 2, "virtual": 2, "schedule": "zb_v"}),
-    (4, {"tensor": 4}),  # two ranks share a group of heads
+    (4, {"tensor": 4}),  # two ranks share a query group
     (4, {"context": 2, "shard": 2}),
 ]
 

@@ -31,7 +31,7 @@ ROUTER = {
 
 
 class SendAllTo(Callback):
-    """After step 3 every router sends every token to the first so many experts."""
+    """After step 3, every router sends every token to the first ``num_experts`` experts."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -95,7 +95,7 @@ def test_a_healthy_run_has_no_alarm_and_its_numbers_are_in_the_metrics(tmp_path)
         assert sum(layer["load"]) == pytest.approx(E, abs=E * 0.0005)
         assert layer["max_violation"] == pytest.approx(max(layer["load"]) - 1, abs=0.0005)
         assert set(layer["losses"]) == {"sequence_balance", "z_loss"}
-        # of 11 updates of at most 0.02 between two experts; steps move by 0.01 less the mean of all steps
+        # 11 updates of at most 0.02 between two experts; each step moves by 0.01 minus the mean of all steps
         assert 0.0 < layer["bias_range"] <= 11 * 0.02 + 1e-6
     assert experts["max_violation"] == max(layer["max_violation"] for layer in experts["layers"])
     assert experts["bias_range"] == max(layer["bias_range"] for layer in experts["layers"])
@@ -123,7 +123,7 @@ def test_a_layer_of_many_experts_takes_64_numbers():
     [layer] = experts_record(RoutingTotals(loads={0: load}))["layers"]
     assert len(layer["load"]) == 64
     assert layer["load"][:2] == [round(1.5 / 127.5, 3), round(5.5 / 127.5, 3)]
-    # of ranges that have several experts the least is there too, so that a mean does not hide a dead one
+    # where a bar stands for several experts, the least load is recorded too, so that a mean does not hide a dead one
     assert layer["least"][:3] == [0.0, round(4 / 127.5, 3), round(8 / 127.5, 3)]
     [layer] = experts_record(RoutingTotals(loads={0: load[:64]}))["layers"]
     assert "least" not in layer
@@ -137,7 +137,7 @@ def test_a_layer_of_many_experts_takes_64_numbers():
         ([260, 400, 364, 0, 0, 0, 0, 0], "collapsed", "5 of 8 experts received no tokens"),
         ([440, 440, 40, 40, 16, 16, 16, 16], None, ""),
         ([470, 470, 80, 1, 1, 1, 1, 0], "collapsed", "entropy 0.94, as if 2.6 of 8"),
-        # max violation 3, as of the first; exp(log(2) / 2 + log(14) / 2) = sqrt(28) experts
+        # max violation 3, as in the first case; exp(log(2) / 2 + log(14) / 2) = sqrt(28) experts
         ([511, 73, 73, 73, 73, 73, 73, 73], "hot", "100% of the tokens chose expert 0; with .* as if 5.3 of 8"),
         ([73, 73, 490, 73, 73, 73, 73, 94], "hot", "96% of the tokens chose expert 2"),
         ([73, 73, 440, 73, 73, 73, 100, 119], None, ""),

@@ -240,7 +240,7 @@ FAULTS: dict[Fault, dict[str, Any]] = {
     count_tied_embeddings_in_both_stages: PIPELINE,
     give_the_gradient_of_another_micro_batch: PIPELINE,
 }
-# with fewer groups of heads than ranks; test_layouts.py holds the same layout without a fault
+# with fewer query groups than ranks; test_layouts.py tests the same layout without a fault
 SHARED = {"tensor": 4, "sequence": True}
 FAULTS_OF_SHARED_GROUPS: list[Fault] = [
     take_the_gradient_of_a_shared_group_for_whole,
@@ -272,7 +272,7 @@ def shared_tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple
     return tree, reference({name: group for name, group in tree.items() if name != "parallel"})
 
 
-# of each axis the first in `make test`, with the layout that it breaks; tests/insight/verify has others
+# `make test` takes the first fault of each axis, with the layout that it breaks; tests/insight/verify has others
 IN_MAKE_TEST = (
     never_reduce_row_parallel_outputs,
     average_over_data_parallel_ranks,

@@ -22,7 +22,7 @@ NUM_ENTRIES = 280
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """The prefix of a dataset with its tokenizer."""
+    """Writes a dataset with its tokenizer; returns its prefix."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(30):
         (folder / f"{number}.txt").write_text(f"Once there were {number} ships, and each had a name.\n" * (number % 4))
@@ -72,7 +72,7 @@ def test_data_and_models_that_cannot_be_reordered_are_refused_before_the_first_s
     without = settings(tmp_path, data={"fill_in_the_middle": {"rate": 0.5}})
     with pytest.raises(DataError, match="does not record which tokenizer made it"):
         task_of(load_run(without)).train_dataset()
-    # the three ids come after the end of documents; a model of other rows may read a tokenizer of more
+    # the three ids follow EOD's; apart from them, a tokenizer may have more tokens than the model has rows
     names = {"rate": 0.5, "prefix_token": "<fim_prefix>", "middle_token": "<fim_middle>", "suffix_token": "ships"}
     with pytest.raises(DataError, match=r"with the tokens ships;"):
         task_of(load_run(fim_settings(text, tmp_path, data={"fill_in_the_middle": names}))).train_dataset()

@@ -18,7 +18,7 @@ from tests.tiny_run import settings
 
 
 class Buffer(StandInBuffer):
-    """DeepEP's, whose ranks tell each other of their memory when it is made."""
+    """Stands in for DeepEP's buffer, whose ranks exchange their memory handles when it is created."""
 
     sizes = SimpleNamespace(
         get_nvl_buffer_size_hint=lambda hidden_bytes, num_ranks: hidden_bytes * num_ranks,
@@ -53,7 +53,7 @@ def run_of(folder: Any) -> dict[str, Any]:
 
 
 def build(tree: dict[str, Any], buffer: type[Buffer]) -> int:
-    """The bytes of the buffer."""
+    """The size of the buffer in bytes."""
     with patch.dict(sys.modules, deep_ep=SimpleNamespace(Buffer=buffer)):
         found = build_run(load_run(tree, world_size=2), torch.device("cpu")).options.fused_a2a
     return found.buffer.num_bytes

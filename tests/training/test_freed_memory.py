@@ -14,7 +14,7 @@ HOLES = NUM // 2 * BYTES
 
 
 def in_pieces() -> list[torch.Tensor]:
-    """Every second one of many tensors: between those that live on there is as much free, which no other fits into."""
+    """Every second one of many tensors: the gaps between them add up to as much, but nothing larger fits in any."""
     return [torch.ones(BYTES, dtype=torch.uint8) for _ in range(NUM)][::2]
 
 

@@ -19,7 +19,7 @@ from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory, differences, reference
 
 FUSED = {"fused_linear_cross_entropy": True}
-CHUNK = 7  # tokens: of the 32 of a micro-batch, several and a part of one
+CHUNK = 7  # tokens: the 32 of a micro-batch make several chunks and a partial one
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
 TIED = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
 LAYOUTS: list[dict[str, Any]] = [
@@ -67,7 +67,7 @@ def test_it_computes_what_one_process_does(parallel, model, tmp_path):
     last = [rank >= size - size // stages for rank in range(size)]  # pipeline is the slowest axis
     for rank, (found, calls) in enumerate(ranks(size, fused_steps, tree, size)):
         assert differences(found, want) == [], f"on rank {rank}"
-        # two steps of 8 samples, 2 in a micro-batch
+        # two steps of 8 samples, 2 per micro-batch
         assert calls == (2 * 8 // 2 // samples if last[rank] else 0)
 
 

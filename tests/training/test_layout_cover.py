@@ -25,7 +25,7 @@ def test_every_pair_of_values_that_fits_is_in_one_of_the_covering_layouts():
     covering = set().union(*(pairs(row) for row in layouts(NUMBER)[: num_covering()]))
     for (one, values), (other, other_values) in combinations(AXES.items(), 2):
         for pair in product(values, other_values):
-            # for degrees, only their product matters; the settings refuse the rest, or it needs others
+            # only the product of degrees matters; the settings refuse the rest, or they require other settings
             named = {one: pair[0], other: pair[1]}
             if {one, other} <= set(DEGREES) and pair[0] * pair[1] <= MOST_RANKS:
                 assert tuple(named.items()) in covering, named
@@ -33,9 +33,9 @@ def test_every_pair_of_values_that_fits_is_in_one_of_the_covering_layouts():
 
 
 def rows_of(shape: str) -> list[Any]:
-    """The layouts of a model of ``shape``; those in which any value of any axis is first seen are in `make test`.
+    """The layouts of a model of ``shape``; `make test` takes those that are the first to have some value of some axis.
 
-    They are chosen among those of four ranks and the first of eight, which alone has them all in two levels.
+    They are chosen among the layouts of four ranks and the first of eight, the only one with two-level context.
     """
     rows = layouts(NUMBER)
     kept = cover(rows[:OF_FEW_RANKS], values_of)
@@ -47,7 +47,7 @@ def rows_of(shape: str) -> list[Any]:
 
 
 def values_of(row: Row) -> set[Any]:
-    """The value of each axis that meets another in a row: those of settings that it does not have are left out."""
+    """The axis values that occur in any pair of a row; settings that do not apply to it are left out."""
     return {item for pair in pairs(row) for item in pair}
 
 

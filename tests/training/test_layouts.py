@@ -141,7 +141,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "context 2 x replicate 2, gathered": layout(4, context=2, replicate=2, shard=1, context_method="all_gather"),
 }
-# a sample of them for the other shape, whose dropout, biases, tied weights and learned positions the first lacks
+# a sample for the other shape, whose dropout, biases, tied weights and learned positions the first lacks
 FOR_GPT2 = [
     "one rank, one row at a time",
     "shard 2",
@@ -168,7 +168,7 @@ FOR_GPT2 = [
     "context 2 x shard 2, accumulation",
     "context 2 x pipeline 2",
 ]
-# of layouts with fewer groups of heads than ranks of tp: that number
+# layouts with fewer query groups than ranks of tp, with the number of groups
 SHARED_GROUPS = [
     ("tensor 2, sequence, packed, recompute", 1),
     ("tensor 4", 1),
@@ -181,7 +181,7 @@ SHARED_GROUPS = [
     ("tensor 2 x context 2, sequence, packed", 1),
     ("tensor 2 x context 2, heads traded", 1),
 ]
-# of latent attention: context by every exchange, weights of latents in every kind of stage
+# for multi-latent attention: context by every method, latent weights in every kind of stage
 FOR_LATENTS = [
     "one rank, one row at a time",
     "hybrid 2 x 2",
@@ -198,7 +198,7 @@ FOR_LATENTS = [
     "context 2 x shard 2, accumulation",
 ]
 LATENTS_IN_MAKE_TEST = ["context 2, gathered, packed", "context 2, heads traded, packed, recompute"]
-# what no generated layout of `make test` has: one rank, stages of listed layers, eight stages, a step of one
+# what no generated layout of `make test` has: one rank, stages with listed layers, eight stages, a step of one
 # micro-batch, dropout with 1F1B
 LLAMA_IN_MAKE_TEST = ["one rank", "pipeline 4, zero bubble, listed layers", "pipeline 4, zb_v, eight layers"]
 GPT2_IN_MAKE_TEST = ["tensor 4, sequence, one micro-batch", "pipeline 2"]

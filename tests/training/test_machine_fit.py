@@ -41,8 +41,8 @@ def test_the_state_is_weights_gradients_and_moments_in_float32_or_wider(config):
     [
         ({}, 1, 1, 1.0),
         ({"shard": 2}, 2, 2, 1.0),  # two halves on one machine
-        ({"shard": 4, "tensor": 2}, 8, 2, 0.25),  # two of eight parts; the rest are on other machines
-        ({"shard": 2, "context": 2}, 4, 1, 0.25),  # ranks of one sequence share the weights too
+        ({"shard": 4, "tensor": 2}, 8, 2, 0.25),  # two of eight parts; the rest is on other machines
+        ({"shard": 2, "context": 2}, 4, 1, 0.25),  # context ranks share the weights as well
         ({"replicate": 2}, 2, 2, 2.0),
         ({"replicate": 2}, 2, 1, 1.0),
     ],
@@ -86,7 +86,7 @@ def test_each_rank_of_a_pipeline_holds_what_its_stages_have(parallel, tied, tmp_
     config = load_run(tree, world_size=2)
     told = [held.total for held in rank_state_bytes(config, task_of(config), 2)]
     if tied and config.parallel.schedule == "zb_v":
-        # rank 0 has the embedding twice: a weight and a gradient without moments, and not among the tensors by name
+        # rank 0 has the embedding twice: a weight and a gradient without moments, and not among the named tensors
         told[0] -= 2 * 8 * config.model.vocab_size * config.model.hidden_size
     assert ranks(2, allocated, tree, 2) == told
 

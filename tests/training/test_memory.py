@@ -29,7 +29,7 @@ def planned(tree, world_size=1):
 
 
 def with_real_tensors(tree, world_size):
-    """(kept, peak, gathered) of each stage, as this rank's real tensors and collectives have them."""
+    """(kept, peak, gathered) of each stage, measured with this rank's real tensors and collectives."""
     config = load_run(tree, world_size=world_size)
     with patch.object(memory, "fake_tensors", nullcontext):
         return memory._counted_stages(config, task_of(config), world_size)
@@ -44,7 +44,7 @@ def without_memory(tree, world_size):
 @pytest.mark.parametrize(
     ("changes", "world_size"),
     [
-        # one of one process, one of each axis that splits a layer or the model
+        # one process, and each axis that splits a layer or the model
         ({"model": GPT2, "train": {"recompute": "selective"}}, 1),
         ({"parallel": {"tensor": 2, "sequence": True}}, 2),
         ({"parallel": {"context": 2}}, 2),
@@ -67,7 +67,7 @@ def test_what_is_counted_without_memory_is_what_real_tensors_take(changes, world
 
 def test_state_and_gathered_weights_are_those_of_the_layout(tmp_path):
     layer = H * 64 + H * H + 3 * H * F + 2 * H
-    num_parameters, head = 2 * V * H + L * layer + H, 2 * V * H + H  # a unit: a layer, or all outside of layers
+    num_parameters, head = 2 * V * H + L * layer + H, 2 * V * H + H  # a unit: a layer, or everything outside of layers
     alone = planned(settings(tmp_path, precision=FLOAT32))
     assert alone.weights == alone.gradients == 4 * num_parameters
     assert alone.moments == 8 * num_parameters

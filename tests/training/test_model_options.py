@@ -25,9 +25,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def options() -> tuple[dict[str, dict[str, Any]], dict[str, tuple[str, bool]]]:
-    """All tables in one, and of each option its table and in which half of that it is.
+    """All tables merged into one, and for each option its table and which half of the table it is in.
 
-    A name that two tables have would hide an option.
+    Two tables with the same name would hide an option, so this is an error.
     """
     found: dict[str, dict[str, Any]] = {}
     places: dict[str, tuple[str, bool]] = {}

@@ -49,7 +49,7 @@ PAIRS = [
     ("interleaved x expert tensor 2", "pipeline 2 x expert 2"),
     ("zb_v", "expert 2"),
 ]
-# from one division of experts to none, and from stages to ranks that split an expert
+# from divided experts to undivided ones, and from stages to ranks that split an expert
 IN_MAKE_TEST = (PAIRS[0], PAIRS[2])
 Found = tuple[dict[str, torch.Tensor], float]
 Written = tuple[Path, dict[str, torch.Tensor], float]
@@ -64,7 +64,7 @@ def two_steps_saved(tree: dict[str, Any], num_ranks: int) -> Found:
 
 
 def read_here(tree: dict[str, Any], num_ranks: int) -> Found:
-    """What this rank has read, whole, and the loss of the step after it."""
+    """The tensors this rank has read, unsharded, and the loss of the following step."""
     run = build_run(load_run(tree, world_size=num_ranks), torch.device("cpu"))
     resume_or_load(run)
     assert run.state.step == 2
@@ -79,7 +79,7 @@ def step_of(run: Any) -> float:
 
 
 def tensors_of(run: Any) -> dict[str, torch.Tensor]:
-    """Weights, biases that choices are made by, and AdamW's moments."""
+    """Weights, the routers' expert biases, and AdamW's moments."""
     return {name: _whole(tensor) for name, tensor in run.tensors().items()}
 
 
@@ -95,14 +95,14 @@ def test_experts_are_read_in_another_division(writer, reader, written):
     for found, loss in ranks(num_ranks, read_here, tree, num_ranks):
         for name, tensor in found.items():
             assert torch.equal(tensor, want[name]), name
-        read |= found.keys()  # of a rank's own stages
+        read |= found.keys()  # of this rank's own stages
         assert loss == pytest.approx(next_loss, rel=EXACT, abs=0)
     assert read == want.keys()
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
-    """The folder of a run of two steps in a layout, all that it saved, and the loss of its third step; each once."""
+    """A run of two steps in a layout, run once: its folder, all that it saved, and the loss of a third step."""
 
     @cache
     def write(writer: str) -> Written:

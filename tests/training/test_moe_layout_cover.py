@@ -22,12 +22,12 @@ from tests.training.reference import differences, reference
 
 NUMBER, OF_FEW_RANKS = 60, 8
 ROWS = layouts(NUMBER)
-# how experts and tokens are split and how they travel, each once, by few ranks, which wait for each other less
+# each way of splitting and sending experts and tokens once, with few ranks, which wait for each other less
 SPLITS = ("expert", "expert_tensor", "tensor", "context", "pipeline", "replicate", "shard", "method")
 FIRST = cover(
     sorted(ROWS[: OF_FEW_RANKS * 3], key=world_size)[:OF_FEW_RANKS], lambda row: {(axis, row[axis]) for axis in SPLITS}
 )
-# a capacity drops among the tokens that a rank has, which one process does not know
+# a capacity drops some of the tokens that a rank has; one process cannot reproduce that
 APART = {("tensor", 2), ("context", 2), ("router", "global")}
 
 

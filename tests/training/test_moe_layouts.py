@@ -41,8 +41,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-# `make test` has the layouts of test_moe_layout_cover.py, and of these what those lack: choices by groups, losses that
-# even loads, folded ranks, and all axes of experts on eight ranks
+# `make test` has the layouts of test_moe_layout_cover.py, and from these what those lack: group-limited routing,
+# balancing losses, folded ranks, and all axes of experts on eight ranks
 IN_MAKE_TEST = {
     ("an even load by losses, and jitter", "shard 2"),
     ("experts of latents, with biases", "expert 2 x tensor 2, sequence, folded"),
@@ -79,7 +79,7 @@ UNEVEN: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(  # in `make test` that of four ranks
+@pytest.mark.parametrize(  # `make test` takes the one on four ranks
     "case", [pytest.param(case, marks=() if UNEVEN[case][0] == 4 else pytest.mark.slow) for case in UNEVEN]
 )
 def test_weights_of_experts_are_sharded_where_they_can_be(case, tmp_path):

@@ -9,7 +9,7 @@ from tests.tiny_run import settings
 from tests.training.on_ranks import first_steps
 from tests.training.reference import differences, reference
 
-# of four layers two have experts: stages without any are among them where each has a layer
+# two of four layers have experts: with one layer per stage, some stages have none
 MODEL: dict[str, Any] = {
     "num_layers": 4,
     "moe": {

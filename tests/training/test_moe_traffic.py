@@ -32,7 +32,7 @@ E, K = 4, 2
 EVEN = {"selection": "round_robin"}
 LOSSES = {"sequence_balance": 0.1, "global_balance": 0.1, "z_loss": 0.1}
 FOLDED = {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}
-# ranks, parallel, model.moe, and what else: loads are even, or there is room for as many
+# ranks, parallel, model.moe, and other settings: loads are even, or there is space for as many rows
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "expert 2": (2, {"expert": 2}, {"router": EVEN}, {}),
     "expert 2, gathered": (2, {"expert": 2, "dispatch": {"method": "all_gather"}}, {"router": EVEN}, {}),
@@ -86,7 +86,7 @@ IN_MAKE_TEST = ("expert 2, gathered", "folded, padded")
 
 @pytest.fixture(autouse=True, scope="module")
 def new_ranks() -> None:
-    """DTensor may give a run the mesh of an earlier one in the same process, whose groups are not told apart."""
+    """DTensor may reuse the mesh of an earlier run in the same process, whose groups the recorder cannot tell apart."""
     renew_ranks()
 
 

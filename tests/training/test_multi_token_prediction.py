@@ -32,7 +32,7 @@ from tests.training.test_layouts import LAYOUTS
 MTP = {"num_modules": 2, "loss_weight": 0.3}
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
-# those of tests/training/test_model_options.py aside: what meets in the last stage, in split rows, in a layer
+# beyond tests/training/test_model_options.py: what interacts in the last stage, in split rows, in a layer
 IN_LAYOUTS = [
     "context 4, packed, selective",
     "pipeline 2 x tensor 2 x context 2, zb_v, sequence, packed",
@@ -46,7 +46,7 @@ IN_LAYOUTS = [
     "context 2, heads traded, packed, recompute",
     "tensor 2 x context 2, sequence, packed",
 ]
-# of two ranks: rows that are split, and modules in a stage of their own
+# on two ranks: rows that are split, and modules in their own stage
 QUICK = {("context 2, heads traded, packed, recompute", "untied"), ("pipeline 2, zb_v, five layers", "tied")}
 MODELS = {"untied": DROPS, "tied": {**GPT2, "ffn_hidden_size": None}}
 TRAFFIC = [
@@ -110,14 +110,14 @@ def test_ranks_exchange_what_is_counted(name, tmp_path):
 
 
 def sample_of(*documents: list[int]) -> GPTSample:
-    """Documents of tokens with an end each, and the first token of another that follows."""
+    """Documents of tokens, each with an end, and the first token of the following one."""
     stretch = np.concatenate([[*tokens, EOD] for tokens in documents] + [[1]])
     numbers = np.concatenate([np.full(len(tokens) + 1, i, dtype=np.int32) for i, tokens in enumerate(documents)])
     return GPTSample(stretch[:-1], stretch[1:], stretch[:-1] != EOD, numbers)
 
 
 def losses_of(task: PretrainGPT, sample: GPTSample) -> tuple[Tensor, Tensor]:
-    """The loss of each label [1+M, S], and which count."""
+    """The loss of each label [1+M, S], and which of them count."""
     model = task.build_model(BuildOptions(ProcessGroupCollection.single(), torch.float64))
     inputs = task.inputs(task.collate([sample], [0]), 0, torch.device("cpu"))
     return task.forward(model, inputs, None)[:, 0], inputs.loss_mask[:, 0]

@@ -110,4 +110,4 @@ def test_the_calculator_of_a_run_follows_its_settings():
     schedule = ["train.global_batch_size=null", "train.batch_size_schedule=0:16 256K:32"]
     in_tokens = load_run("llama-4m", [*schedule, "train.batch_size_schedule_unit=tokens"])
     calculator = build_num_microbatches_calculator(in_tokens, 2)
-    assert [calculator.global_batch_size(n) for n in (0, 999, 1000)] == [16, 16, 32]  # 256 tokens a sample
+    assert [calculator.global_batch_size(n) for n in (0, 999, 1000)] == [16, 16, 32]  # 256 tokens per sample

@@ -17,13 +17,14 @@ from tests.tiny_run import write_dataset
 
 OLD = Path(__file__).parent / "run_of_0_1"
 LOSSES = ["0x1.079068cd0a098p+2", "0x1.0737dd6e280c2p+2", "0x1.0704ea61c38f9p+2", "0x1.06cfc1acc85a8p+2"]
-# those of weights drawn now, each rounded once to float32; then the processor's log and cos had a say in the last bits
+# with weights drawn the current way, each rounded once to float32; in 0.1, the last bits depended on the processor's
+# log and cos
 NOW = ["0x1.079068cc9f589p+2", "0x1.0737dd6baa77cp+2", "0x1.0704ea61e3a95p+2", "0x1.06cfc1ac823f3p+2"]
-ROUNDING = 1e-14  # another processor's matrix products add up in another order
+ROUNDING = 1e-14  # another processor's matrix products sum in another order
 
 
 def go_on(config_file: Path, overrides: list[str], world_size: int) -> list[str]:
-    """What the run shows."""
+    """Continues the run; returns what it shows."""
     lines: list[str] = []
     pretrain(load_run(config_file, overrides, world_size=world_size), lines.append, str)
     return lines
@@ -46,4 +47,4 @@ def test_started_anew_its_losses_are_those_of_weights_with_other_last_bits(tmp_p
     ranks(2, go_on, OLD / "config.yaml", [*overrides, "parallel.tensor=2"], 2)
     found = [record["loss"] for record in read_metrics(tmp_path / "run")]
     assert found == pytest.approx([float.fromhex(loss) for loss in NOW], rel=ROUNDING)
-    assert found == pytest.approx([float.fromhex(loss) for loss in LOSSES], rel=1e-9)  # seen: 6e-10
+    assert found == pytest.approx([float.fromhex(loss) for loss in LOSSES], rel=1e-9)  # measured: 6e-10

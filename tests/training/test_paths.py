@@ -30,13 +30,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {**GPT2, "ffn_hidden_size": None, "num_query_groups": None},
 }
-# Triton's interpreter takes about a millisecond for each program of a kernel
+# Triton's interpreter takes about a millisecond per program of a kernel
 TINY: dict[Backend, dict[str, Any]] = {
     "triton": {"model": {"num_layers": 1}, "data": {"seq_length": 8}, "train": {"global_batch_size": 4}}
 }
 STEPS: dict[Backend, int] = {"blocked": 3, "compile": 3, "triton": 2}
 BOUNDS = {"float64": (LAYOUT_FLOAT64, NOISE_FLOAT64), "float32": (LAYOUT_FLOAT32, NOISE_FLOAT32)}
-IN_MAKE_TEST = (0, 16)  # of the faults: an output of tp that is not summed, and a shard with the numbers of another
+IN_MAKE_TEST = (0, 16)  # among the faults: an output of tp that is not summed, and a shard with the numbers of another
 slow = pytest.mark.slow
 
 
@@ -46,10 +46,10 @@ def tree_of(folder: Path, path: Backend, shape: str, **groups: Any) -> dict[str,
 
 
 def apart(got: Trajectory, want: Trajectory, dtype: str) -> list[str]:
-    """In which losses, norms and gradients ``got`` is further from ``want`` than the dtype allows.
+    """The losses, norms and gradients of ``got`` that differ from ``want`` by more than the dtype allows.
 
-    A step's gradients follow from the weights that the steps before have made; weights themselves are not compared,
-    because AdamW divides a gradient that is zero but for its rounding by its own size.
+    A step's gradients follow from the weights that the previous steps produced. Weights themselves are not compared,
+    because AdamW divides a gradient that is zero up to rounding by its own size.
     """
     bound, noise = BOUNDS[dtype]
     pairs = [*zip(got.losses, want.losses, strict=True), *zip(got.norms, want.norms, strict=True)]
@@ -66,7 +66,8 @@ def apart(got: Trajectory, want: Trajectory, dtype: str) -> list[str]:
 @pytest.mark.parametrize(
     ("path", "shape", "parallel"),
     [
-        # each path once, blocked in both shapes; one rank compiles, as two would compile the same beside each other
+        # each path once, blocked in both shapes; only one rank compiles, as two would compile the same code side by
+        # side
         ("blocked", "llama", SEQUENCE),
         ("blocked", "gpt2", SHARD),
         ("compile", "gpt2", {}),
@@ -108,7 +109,7 @@ def first_steps_with(fault: Fault, path: Backend, tree: dict[str, Any]) -> Traje
         pytest.param(path, fault, marks=() if path == "blocked" and index in IN_MAKE_TEST else slow)
         for path in PATHS
         for index, fault in enumerate(FAULTS)
-        if not (path == "triton" and "pipeline" in FAULTS[fault])  # its one layer has no stages
+        if not (path == "triton" and "pipeline" in FAULTS[fault])  # its only layer has no stages
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

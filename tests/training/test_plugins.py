@@ -29,7 +29,7 @@ from tests.transformer.shapes import config
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYOUTS = [{"tensor": 2, "sequence": True}, {"shard": 2}, {"tensor": 2, "shard": 2}]
-# what is plugged in, and the settings over those of a tiny Llama
+# what is plugged in, and the settings to add to those of a tiny Llama
 PLUGINS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a second layer with another feed-forward": ({"task": plugins.OtherSecondLayer}, {}),
     "a model that reads padded rows both ways": ({"task": plugins.ReadBothWays}, DROPS),
@@ -76,7 +76,7 @@ def test_it_is_not_what_the_house_does_without_it(name, tmp_path):
 
 
 def checkpointed_in_memory(tree: dict[str, Any], world_size: int) -> tuple[list[str], list[float]]:
-    """What is saved of a run of two steps that goes on to four, and the losses of all four."""
+    """What a run of two steps that continues to four has saved, and the losses of all four."""
     store = MemoryStore(SharedBytes(f"{tree['run']} {world_size}"), "memory://run/checkpoints")
     losses: list[float] = []
     for steps in (2, 4):
@@ -151,7 +151,7 @@ def test_a_loss_of_two_terms_is_its_formula(tmp_path):
 
 
 def evaluated(tree: dict[str, Any]) -> tuple[float, float]:
-    """The last held-out loss of a run with a model of its own, and what evaluating its checkpoint gives."""
+    """The last held-out loss of a run with a custom model, and the result of evaluating its checkpoint."""
     run_config = load_run(tree)
     task = plugins.ReadBothWays(run_config)
     pretrain(run_config, str, str, RunParts(task))

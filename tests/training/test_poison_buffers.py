@@ -64,7 +64,7 @@ def test_it_changes_no_bit_of_loss_gradients_and_weights(name, tmp_path):
 
 
 def hasty_ring(arriving: _Arriving) -> list[Tensor]:
-    """Everything has arrived when it is read, by chance, and not because it was opened."""
+    """Everything happens to have arrived when it is read, although no inbox was opened."""
     for work in arriving.works:
         work.wait()
     return [inbox.message for inbox in arriving.received]

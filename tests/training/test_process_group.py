@@ -10,7 +10,7 @@ from tests.rank_pool import fork_context
 
 
 class Groups:
-    """In place of torch.distributed: what is called, in order."""
+    """Stands in for torch.distributed; records the calls in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []

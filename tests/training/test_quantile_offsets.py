@@ -42,7 +42,7 @@ def offsets_of(run: Run) -> Offsets:
 
 
 def two_steps_saved(tree: dict[str, Any], num_ranks: int) -> tuple[Offsets, list[dict[int, list[Tensor]]]]:
-    """The offsets after two steps, and of each step the logits [T, E] of all micro-batches of all ranks, by layer."""
+    """The offsets after two steps, and for each step the logits [T, E] of all micro-batches of all ranks, by layer."""
     run, logits = built(tree, num_ranks), []
     for chunk in run.chunks:
         for router in chunk.routers().values():
@@ -67,7 +67,7 @@ def read(tree: dict[str, Any], num_ranks: int) -> Offsets:
 
 
 def estimate(logits: list[list[float]], offsets: list[float]) -> list[float]:
-    """For each expert the margin that T K / E tokens exceed, over the border of each token's choice."""
+    """For each expert, the margin over each token's selection threshold that T K / E tokens exceed."""
     margins = []
     for token in logits:
         scores = sorted((z - offset for z, offset in zip(token, offsets, strict=True)), reverse=True)

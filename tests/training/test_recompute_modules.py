@@ -50,7 +50,7 @@ SHAPES = {
 B, L, A, H, F = 8, LLAMA["num_layers"], LLAMA["num_attention_heads"], LLAMA["hidden_size"], LLAMA["ffn_hidden_size"]
 HIDDEN = 8 * SEQ * B * H  # bytes of [S, B, H] in float64
 INNER = 8 * SEQ * B * F
-# the operations by what computes them
+# the operations, by the module that computes them
 OPERATIONS = {
     "core_attn": (DotProductAttention, "forward"),
     "self_attn": (SelfAttention, "forward"),
@@ -65,7 +65,7 @@ def named(names: Sequence[str]) -> dict[str, Any]:
 
 
 def few(candidate: tuple[str, tuple[str, ...]]) -> set[Hashable]:
-    """What `make test` shows once: each shape, each name."""
+    """What `make test` covers once: each shape, each name."""
     model, names = candidate
     return {model, *names}
 
@@ -103,8 +103,8 @@ def calls(tree: dict[str, Any]) -> Counter[str]:
     return found
 
 
-# once for each layer, and again where named; of the norms the first of each layer and the last of the model run alone,
-# the others in one operation with the residual, and what is computed again is the norm by itself
+# once per layer, and again where named; the first norm of each layer and the last norm of the model run alone, the
+# others fused with the residual, and what is recomputed is the norm alone
 ONCE = {"core_attn": L, "self_attn": L, "layernorm": L + 1, "mlp": L, "mlp_act": L}
 AGAIN = {"core_attn": L, "self_attn": L, "layernorm": 2 * L, "mlp": L, "mlp_act": L}
 INSIDE = {"self_attn": ["core_attn"], "mlp": ["mlp_act"]}
@@ -142,12 +142,12 @@ def test_what_is_named_is_not_kept(tmp_path):
 
     assert saved("layernorm") == L * 2 * HIDDEN
     assert saved("mlp_act") == L * INNER
-    # probabilities and masks of the spelled-out attention of float64
+    # probabilities and masks of float64 attention, which is not fused
     assert saved("core_attn") > L * 8 * B * A * SEQ * SEQ
     assert saved("mlp") >= L * 3 * INNER
     assert saved("self_attn") > saved("core_attn") + L * 2 * HIDDEN
     assert saved("layernorm", "mlp_act") == saved("layernorm") + saved("mlp_act")
-    # the inputs of what is computed again are outputs of norms
+    # the inputs of what is recomputed are outputs of norms
     assert saved("layernorm", "mlp", "self_attn") == saved("mlp") + saved("self_attn") + L * 2 * HIDDEN
 
 
@@ -155,7 +155,7 @@ def test_of_norms_under_sequence_parallelism_what_ranks_gather_is_not_kept(tmp_p
     tree = settings(tmp_path, train={"micro_batch_size": B}, parallel={"tensor": 2, "sequence": True})
     everything = ranks(2, kept, tree)
     found = ranks(2, kept, {**tree, "train": tree["train"] | named(["layernorm"])})
-    # two inputs of each layer, of whole rows; a norm's own output, of half of them, nobody keeps anyway
+    # two inputs of each layer, with whole rows; a norm's own output, half of a row, is not kept anyway
     assert [more - less for more, less in zip(everything, found, strict=True)] == [L * 2 * HIDDEN] * 2
 
 
@@ -165,7 +165,7 @@ def test_of_norms_no_latents_are_kept_nor_what_ranks_gather_of_them(tensor, tmp_
     tree = settings(tmp_path, model=LATENTS, train={"micro_batch_size": B}, parallel=parallel)
     everything = ranks(tensor, kept, tree)
     found = ranks(tensor, kept, {**tree, "train": tree["train"] | named(["layernorm"])})
-    # the inputs of attention, of a rank's own tokens, and of the mlp; latents of 8, and of 12 with a key of 4
+    # the inputs of attention, a rank's own tokens, and of the mlp; latents of 8, and of 12 with a key of 4
     want = L * (HIDDEN // tensor + HIDDEN + HIDDEN // H * (8 + 12 + 4))
     assert [more - less for more, less in zip(everything, found, strict=True)] == [want] * tensor
 
@@ -184,7 +184,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.slow  # `make test` has layouts of test_layout_cover.py that recompute by name
+@pytest.mark.slow  # `make test` has layouts of test_layout_cover.py with selective recomputation
 @pytest.mark.parametrize(("parallel", "names"), LAYOUTS, ids=str)
 def test_it_computes_what_one_process_does(parallel, names, tmp_path):
     model = {**OTHER, "num_layers": 4}

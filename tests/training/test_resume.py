@@ -28,9 +28,10 @@ DROPOUT = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
 
 
 def kill_after_step(folder: str | Path, step: int, program: Program) -> None:
-    """kill -9 of a program, once its metrics reach ``step``; its ranks, which end for that, have let the run go.
+    """Kills a program with SIGKILL once its metrics reach ``step``; waits until its ranks have released the run.
 
-    A rank that ends gives up its memory, which names it, well before its files and the lock on them.
+    The ranks end because the program has. A rank that ends gives up its memory, and with it its name, well before
+    it closes its files and releases the lock on them.
     """
     wait_for_steps(program, folder, step)
     program.send_signal(signal.SIGKILL)
@@ -46,9 +47,9 @@ def kill_after_step(folder: str | Path, step: int, program: Program) -> None:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run that was killed, resumed by the same command and stopped by SIGTERM, and one that went as far undisturbed.
+    """A run that was killed, resumed by the same command and stopped by SIGTERM, and an uninterrupted one as long.
 
-    ``killed_at`` is the last step that the killed program recorded, ``stopped`` what became of the resumed one.
+    ``killed_at`` is the last step that the killed program recorded, ``stopped`` the outcome of the resumed one.
     """
 
     broken: str
@@ -60,7 +61,7 @@ class Interrupted:
 # tests/resilience/test_deaths.py sends signals to ranks, which start slowly
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
-    """On 1 or 2 ranks. Programs take seconds to start, so one kill and one signal serve every test of them."""
+    """On 1 or 2 ranks. Programs take seconds to start, so one kill and one signal serve all of their tests."""
     nproc, folder = request.param, tmp_path_factory.mktemp("interrupted")
     tree = settings(folder, model=DROPOUT, parallel={"tensor": nproc})
     broken = {**tree, "train": {**tree["train"], "steps": 100000}, "checkpoint": {"every": 10}}
@@ -104,7 +105,7 @@ def assert_saved_at_the_last_step(folder: str | Path) -> None:
 
 
 def check_moved(folder: Path, model: dict[str, Any], layouts: list[tuple[int, dict[str, Any]]]) -> Path:
-    """Two steps in each of ``layouts`` (ranks, parallel) learn what one process does; the folder of that run."""
+    """Compares two steps in each of ``layouts`` (ranks, parallel) with one process; returns the run's folder."""
     whole = settings(folder, model=model, train={"steps": 2 * len(layouts)}, run=str(folder / "whole"))
     moved = {**whole, "run": str(folder / "moved")}
     ranks(1, run_here, whole, 1)
@@ -119,7 +120,7 @@ def check_moved(folder: Path, model: dict[str, Any], layouts: list[tuple[int, di
     return Path(moved["run"])
 
 
-# ranks and settings of a layout, by what the metrics call it
+# ranks and settings of a layout, by its name in the metrics
 MOVED: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 sp dp1": (2, {"tensor": 2, "sequence": True}),
     "tp1 pp2 dp1": (2, {"pipeline": 2}),
@@ -158,7 +159,7 @@ def test_heads_that_ranks_share_move_to_ranks_that_split_them_and_back(layouts, 
 
 
 def train_until_signalled(settings_file: Path, run: Path) -> int:
-    """``megalith train`` in this rank; rank 1 is sent SIGUSR1 after two steps."""
+    """Runs ``megalith train`` on this rank; rank 1 is sent SIGUSR1 after two steps."""
 
     def send() -> None:
         while not (run / "metrics.jsonl").exists() or num_records(run) < 2:
@@ -178,7 +179,7 @@ def test_a_signal_to_one_rank_stops_all_at_a_step_boundary_with_exit_code_75(tmp
 
 
 def train_through_an_hour(settings_file: Path, run: Path) -> Ended:
-    """``megalith train`` in this rank, for whose clock an hour passes after the second step, however slow it is."""
+    """Runs ``megalith train`` on this rank, whose clock advances by an hour after the second step."""
 
     class Clock:
         @staticmethod

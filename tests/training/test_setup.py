@@ -44,7 +44,7 @@ def forwards(tree: dict[str, Any]) -> tuple[int, int]:
     return counts[TransformerLayer], counts[DotProductAttention]
 
 
-# of the two layers: a forward, and one more in backward where they are recomputed
+# for the two layers: one forward, and another in backward where they are recomputed
 @pytest.mark.parametrize(("recompute", "want"), [("none", (2, 2)), ("full", (4, 4)), ("selective", (2, 4))])
 def test_recomputation_runs_again_what_the_setting_names(recompute, want, tmp_path):
     tree = settings(tmp_path, train={"micro_batch_size": 8, "recompute": recompute})
@@ -95,7 +95,7 @@ class NoEnd(PretrainGPT):
 
 
 def batches_and_inputs(tree: dict[str, Any]) -> tuple[int, int]:
-    """The micro-batches of a step and of an evaluation, and how often inputs were made of them."""
+    """The micro-batches of a step and of an evaluation, and how often inputs were made from them."""
     run = build_run(load_run(tree, world_size=2), torch.device("cpu"))
     make, micro_batches = PretrainGPT.inputs, run.loader.batch(0, 8, 2)
     counts = sum_totals(run, local_counts(run, micro_batches), stop=False).counts
@@ -121,7 +121,7 @@ class NoHiddenShape(PretrainGPT):
 
 
 class ScaledStage(GPTModel):
-    """A model with a parameter that every stage calls by the same name."""
+    """A model with a parameter that has the same name in every stage."""
 
     def finish(self, seed: int) -> None:
         self.declare("scale", ParameterSpec((1,), "ones"), self.options.pg_collection, self.options.dtype)

@@ -39,7 +39,7 @@ def test_a_later_version_is_refused():
 
 
 def loaded(tree: dict[str, Any]) -> tuple[dict[str, Any], set[float], str]:
-    """The state of a run that was loaded, the updates that its moments have seen, and a refusal."""
+    """The state of a loaded run, the updates that its moments have seen, and a refusal."""
     run = build_run(load_run(tree), torch.device("cpu"))
     state = run.state_dict()
     tokens = TRAIN["consumed_samples"] * state["data"]["tokens_per_sample"]

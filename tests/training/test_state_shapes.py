@@ -47,7 +47,7 @@ STATE: dict[str, Any] = {
 MISSING = object()
 COUNT = "an integer from 0 to 100000000000000"
 NUMBER = "a finite number of at least 0"
-# the field, what is put there, what must be said of it
+# the field, its bad value, what the message must contain
 FIELDS: list[tuple[str, Any, str]] = [
     *(("train.step", value, f"{COUNT}; got {given}") for value, given in (
         ("2", '"2"'),
@@ -116,7 +116,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("settings", [], r"an object; got \[\]"),
     ("layout", 3, "a string; got 3"),
 ]  # fmt: skip
-# the whole file, what must be said of it
+# the whole file, what the message must contain
 FILES: dict[str, tuple[bytes, str]] = {
     "a list": (b"[1, 2]", r"must be a JSON object; got \[1, 2\]"),
     "a number": (b"3", "must be a JSON object; got 3"),

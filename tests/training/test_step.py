@@ -32,13 +32,13 @@ def one_step(run: Run) -> StepResult:
 
 
 def kept_by_a_skip(run: Run) -> list[torch.Tensor]:
-    """Weights, and the biases that choose experts."""
+    """Weights and the routers' expert biases."""
     biases = [router.e_score_correction_bias for chunk in run.chunks for router in chunk.routers().values()]
     return [*(p.to_local() for p in run.parameters()), *(bias for bias in biases if bias is not None)]
 
 
 def steps_with_a_nan(tree: dict[str, Any]) -> tuple[str, list[bool], list[float], bool]:
-    """Three steps, the second with a NaN on one rank: the error, what was skipped, rates, whether weights stayed."""
+    """Three steps, the second with a NaN on one rank: error, skipped steps, rates, whether weights were kept."""
     run = build_run(load_run(tree, world_size=2), torch.device("cpu"))
     sums = run.task.sums
 
@@ -112,11 +112,11 @@ def test_gradients_of_balance_losses_do_not_depend_on_the_loss_scale(tmp_path):
         precision = {"dtype": "float16", "loss_scale": {"initial": scale}}
         [steps] = ranks(1, first_steps, settings(tmp_path, model={"moe": moe}, precision=precision), 1, 1)
         found.append(steps.gradients[0]["model.layers.1.mlp.gate.weight"])
-    # a rounding of float16 is 2^-11 of a number; the smaller scale loses bits of numbers below 2^-14
+    # the rounding of float16 is 2^-11 of a number; the smaller scale loses bits of numbers below 2^-14
     torch.testing.assert_close(found[0], found[1], rtol=2e-2, atol=2e-2 * found[1].abs().max().item())
 
 
-# a rounding is 2^-24, 2^-8, 2^-11 of a number; losses here are about 4, and means of 100 tokens
+# the rounding is 2^-24, 2^-8, 2^-11 of a number; losses here are about 4, and means of 100 tokens
 NARROW = [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 2e-3)]
 OVER = [(1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"shard": 2})]
 STAGES = [(2, {"pipeline": 2}), (4, {"pipeline": 2, "virtual": 2, "tensor": 2, "sequence": True})]

@@ -67,19 +67,19 @@ def test_a_stage_without_experts_does_not_leave_the_others_waiting(tmp_path):
 
 
 def allocated(tree: dict[str, Any], num_ranks: int) -> tuple[list[tuple[int, ...]], int]:
-    """The shapes of the rows' buffers of this rank, and the bytes of all that it has of symmetric memory."""
+    """The shapes of this rank's row buffers, and the bytes of all of its symmetric memory."""
     with patch.object(setup, "nvshmem_memory", lambda group, device: StandInMemory(group)):
         a2a = build_run(load_run(tree, world_size=num_ranks), torch.device("cpu")).options.symmetric_a2a
     tensors = a2a.memory.tensors
     return [tuple(tensor.shape) for tensor in tensors[:2]], sum(x.numel() * x.element_size() for x in tensors)
 
 
-# rows of 32 features in float64 and a piece of two for the weight; 2 sequences of 16 tokens, K = 2 or 3 of 4 experts
+# rows of 32 float64 features and two elements for the weight; 2 sequences of 16 tokens, K = 2 or 3 of 4 experts
 @pytest.mark.parametrize(
     ("parallel", "top_k", "num_sent", "num_received"),
     [
         ({"expert": 2}, 2, 32 * 2, 2 * 32 * 2 + 2),
-        ({"expert": 2}, 3, 32 * 3, 2 * 32 * 2 + 2),  # of three experts two are here at most
+        ({"expert": 2}, 3, 32 * 3, 2 * 32 * 2 + 2),  # at most two of three experts are here
         ({"expert": 2, "tensor": 2, "sequence": True, "expert_tensor": 1}, 2, 16 * 2, 2 * 16 * 2 + 2),
         ({"expert": 2, "context": 2}, 2, 16 * 2, 2 * 16 * 2 + 2),
     ],
@@ -99,7 +99,7 @@ def test_buffers_are_as_large_as_the_worst_case_and_are_counted(parallel, top_k,
 
 
 class Short(StandInMemory):
-    """Memory for the rows that are sent, and, on rank 1, for no more."""
+    """Memory for the rows that are sent but, on rank 1, for nothing more."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = super().empty(shape, dtype)  # like NVSHMEM's, an allocation waits for all ranks before it fails
@@ -121,7 +121,7 @@ def test_buffers_that_one_rank_cannot_have_are_refused_on_all_by_the_name_of_the
 
 
 class Broken(StandInMemory):
-    """Memory that fails on rank 1 for no foreseen reason, while rank 0 waits for it."""
+    """Memory that fails on rank 1 for an unexpected reason, while rank 0 waits for it."""
 
     fails_in = "empty"
 

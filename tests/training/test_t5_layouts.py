@@ -81,7 +81,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2 x tensor 2": (4, {"shard": 2, "tensor": 2}),
     "replicate 2 x context 2": (4, {"replicate": 2, "context": 2}),
 }
-# `make test` takes each kind of layout of two ranks once, with one option after another; tests/insight/verify proves cp
+# `make test` takes each kind of layout of two ranks once, with one option after another; tests/insight/verify covers cp
 FAST = {
     ("padded", "pipeline 2, cut in the encoder"),
     ("gated, untied, packed", "pipeline 2, interleaved"),
@@ -102,7 +102,7 @@ def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
 
 
 def of_one_process(tree: dict[str, Any]) -> Trajectory:
-    """Of whole batches, with nothing computed again."""
+    """One process with whole batches and no recomputation."""
     train = {name: value for name, value in tree["train"].items() if not name.startswith("recompute")}
     alone = {**tree, "train": {**train, "micro_batch_size": train["global_batch_size"]}}
     alone.pop("parallel", None)
@@ -120,7 +120,7 @@ def test_two_stacks_learn_the_same_in_every_layout(option, layout, tmp_path):
 
 
 def answers(tree: dict[str, Any], world_size: int) -> list[list[list[int]]]:
-    """Greedy, sampled, and of beams."""
+    """Greedy, sampled and beam-search answers."""
     config = load_run(tree, world_size=world_size)
     run = build_run(config, torch.device("cpu"), RunParts(task=PredictSpans(config)))
     prompts = [[3, 14, 15, 9, 2, 6], [26], [4, 6, 2]]

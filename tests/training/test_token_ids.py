@@ -19,7 +19,7 @@ from tests.tiny_run import EOD, VOCAB, settings, write_dataset
 
 
 def write_one_id_too_large(prefix: Path, *, recorded: bool) -> str:
-    """Thirty documents of ten tokens; token 3 of document 17 is the first id beyond the vocabulary."""
+    """Writes thirty documents of ten tokens; token 3 of document 17 is the first id outside the vocabulary."""
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for number in range(30):
             tokens = np.arange(1, 11) + number
@@ -54,7 +54,7 @@ def test_what_was_scanned_is_one_line_of_the_log(tmp_path, caplog):
 
 
 def tokenizer_of_one_more(folder: Path, *, special: bool) -> Path:
-    """A token for each row of the model, and one after the last row, as Gemma 3's own tokenizer has."""
+    """A tokenizer with one more token than the model has rows, like Gemma 3's own tokenizer."""
     made = tokenizers.Tokenizer(
         models.WordLevel({"</s>": EOD} | {f"t{id}": id for id in range(1, VOCAB)}, unk_token="t1")
     )
@@ -83,8 +83,8 @@ def test_a_token_of_text_beyond_the_last_row_is_one(named, tmp_path):
 
 
 def train_past_the_scan(*arguments: object) -> Ended:
-    """A scan of the first token and the last, as of a file far larger than its bound."""
-    # a failing rank waits five seconds for rank 0, which torchrun would end with it
+    """Scans only the first and the last token, as for a file far larger than the scan's limit."""
+    # a failing rank waits five seconds for rank 0, which torchrun would kill with it
     with patch.multiple(token_ids, _CHUNK=1, _NUM_CHUNKS=2), patch("megalith.cli.main.time.sleep"):
         return here("train", *arguments)
 

@@ -28,7 +28,7 @@ from tests.training.recorder import APART, Recorder, axis_of
 from tests.training.test_layouts import FOR_GPT2, LAYOUTS, SHARED_GROUPS
 
 SHAPES = {"llama": {}, "gpt2": {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}}
-# each axis once, context by each of its methods but the ring, which latent attention has below; what is computed again
+# each axis once, context by each of its methods except the ring, which multi-latent attention has below; recomputation
 # is with shared groups and other settings below
 IN_MAKE_TEST = [
     ("shard 2", "llama"),
@@ -45,7 +45,7 @@ COMPILED = [{"tensor": 2}, {"tensor": 2, "sequence": True}, {"context": 2}, {"sh
 
 @pytest.fixture(autouse=True, scope="module")
 def new_ranks() -> None:
-    """DTensor may give a run the mesh of an earlier one in the same process, whose groups are not told apart."""
+    """DTensor may reuse the mesh of an earlier run in the same process, whose groups the recorder cannot tell apart."""
     renew_ranks()
 
 
@@ -54,7 +54,7 @@ def exchanged(tree: dict[str, Any], num_ranks: int) -> tuple[Traffic, Traffic]:
     config = load_run(tree, world_size=num_ranks)
     with patch.object(setup, "ParallelState", partial(ParallelState, group_options=APART)):
         run = build_run(config, torch.device("cpu"))
-    take_step(run)  # FSDP2 settles in the first
+    take_step(run)  # FSDP2 initializes lazily in the first
     recorder, before = Recorder(), num_operations()
     with recorder:
         labels = take_step(run)
@@ -63,7 +63,7 @@ def exchanged(tree: dict[str, Any], num_ranks: int) -> tuple[Traffic, Traffic]:
 
 
 def take_step(run: Run) -> list[int]:
-    """Returns how many tokens this rank predicts of each micro-batch."""
+    """Returns how many tokens of each micro-batch this rank predicts."""
     consumed = run.state.consumed_samples
     sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
     micro_batches = run.loader.batch(consumed, *sizes)
@@ -72,7 +72,7 @@ def take_step(run: Run) -> list[int]:
 
 
 def num_operations() -> Counter[str]:
-    """Collectives and messages of this rank, by axis, by gloo's own count."""
+    """Collectives and messages of this rank, by axis, from gloo's own count."""
     found = Counter[str]()
     for group in dist.distributed_c10d._world.pg_map:
         found[axis_of(group)] += group._get_sequence_number_for_group()
@@ -138,7 +138,7 @@ def test_ranks_exchange_what_is_counted_with_options_of_attention(name, attentio
     check(settings(tmp_path, **{**groups, "model": {**SHAPES["llama"], "attention": attention}}), num_ranks)
 
 
-# the first is in `make test`: values that travel apart from keys
+# `make test` takes the first: values that are exchanged separately from keys
 LATENTS = [
     ("context 2", {"q_lora_rank": 8}),
     ("tensor 2, sequence", {}),
@@ -191,9 +191,9 @@ def test_a_computation_in_16_bits_exchanges_what_is_counted(name, batch_size, mi
 
 
 def exchanged_when_compiled(tree: dict[str, Any], num_ranks: int) -> tuple[Counter[str], Counter[str]]:
-    """How often this rank exchanges something in the third step, by axis: by gloo's own count, and counted ahead.
+    """How often this rank exchanges something in the third step, by axis: from gloo's own count, and counted ahead.
 
-    Not recorded: torch.compile runs code as it is while a dispatch mode such as the recorder is entered.
+    Nothing is recorded: torch.compile runs code eagerly while a dispatch mode such as the recorder is entered.
     """
     config = load_run(tree, world_size=num_ranks)
     with patch.object(setup, "ParallelState", partial(ParallelState, group_options=APART)):
@@ -226,7 +226,7 @@ def test_compiled_layers_exchange_what_is_counted(parallel, tmp_path):
         renew_ranks()  # a compiler leaves threads and workers behind
 
 
-# settings of layers, and what they change: weights, what is computed again, the bytes between stages
+# settings of layers, and what they affect: weights, recomputation, bytes between stages
 LAYERS: list[tuple[str, dict[str, Any]]] = [
     ("tensor 2, sequence", {"model": {"residual": {"norm_placement": "sandwich"}}, "train": {"recompute": "full"}}),
     ("pipeline 2", {"model": {"residual": {"fp32": True}}, "precision": {"dtype": "bfloat16"}}),
@@ -271,7 +271,7 @@ def bytes_of(traffic: Traffic, axis: str, *kinds: str) -> int:
 
 
 def test_a_layer_of_tensor_parallelism_has_the_four_all_reduces_of_megatron(tmp_path):
-    # Narayanan et al. 2021, arXiv:2104.04473, section 3.2: [S, B, H] twice in forward, twice in backward, a layer
+    # Narayanan et al. 2021, arXiv:2104.04473, section 3.2: [S, B, H] twice in forward, twice in backward, per layer
     more, fewer = (
         counted(tmp_path, 2, parallel={"tensor": 2}, model={**LLAMA, "num_layers": layers}) for layers in (3, 2)
     )
@@ -293,7 +293,7 @@ def test_sequence_parallelism_sends_the_bytes_of_tensor_parallelism(tmp_path):
 
 
 def test_sharded_layers_are_gathered_twice_and_reduced_once(tmp_path):
-    # Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7: three times the parameters, against twice
+    # Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7: three times the parameters, instead of twice
     train = {"global_batch_size": 4, "micro_batch_size": 2}
     more, fewer = (
         counted(tmp_path, 2, model={**LLAMA, "num_layers": layers}, train=train, precision={"dtype": "float32"})

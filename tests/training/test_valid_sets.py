@@ -133,7 +133,7 @@ def run_with_losses(tree: dict[str, Any], losses: list[float]) -> None:
 def test_the_first_set_decides_which_checkpoint_is_the_best(tmp_path):
     tree = settings(tmp_path, data={"valid": sets_in(tmp_path)}, train={"steps": 3, "evaluation": {"every": 1}})
     tree["checkpoint"] = {"every": 1, "keep": 1, "keep_best": True}
-    ranks(1, run_with_losses, tree, [3.0, 0.1, 1.0, 0.3, 2.0, 0.2])  # web and code, step by step
+    ranks(1, run_with_losses, tree, [3.0, 0.1, 1.0, 0.3, 2.0, 0.2])  # web and code for each step
     assert (tmp_path / "run" / "checkpoints" / "best").read_text() == "step-00000002\n"
 
 

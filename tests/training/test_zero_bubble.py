@@ -29,7 +29,7 @@ from tests.training.reference import Trajectory, differences, reference
 GPT2_OF_4 = {**GPT2, "num_layers": 4, "ffn_hidden_size": None, "num_query_groups": None}
 ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero_bubble"}
 V = {"pipeline": 2, "virtual": 2, "schedule": "zb_v"}
-# a schedule that splits backwards, and one that does not, over as many stages
+# a schedule that splits backwards, and one that does not, with as many stages
 WHOLE = [(ZERO_BUBBLE, {"pipeline": 2}), (V, {"pipeline": 2, "virtual": 2})]
 
 
@@ -43,7 +43,7 @@ WHOLE = [(ZERO_BUBBLE, {"pipeline": 2}), (V, {"pipeline": 2, "virtual": 2})]
 )
 @pytest.mark.parametrize(("split", "whole"), WHOLE, ids=["zero_bubble", "zb_v"])
 def test_weights_are_bitwise_those_of_whole_backwards(split, whole, dtype, recompute, shards, tmp_path):
-    # clipped by a norm whose sum goes over ranks, they would not be
+    # with clipping by a norm summed over ranks, they would not be
     tree = settings(
         tmp_path,
         model=GPT2_OF_4,
@@ -161,7 +161,7 @@ def tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
     return tree, reference(tree)
 
 
-# one of the parts of a backward, one of the copies of a V
+# a fault of split backwards, and one of the copies in a V
 IN_MAKE_TEST = (forget_a_weights_part, keep_the_gradients_of_copies)
 
 
@@ -193,7 +193,7 @@ def test_a_matrix_product_of_the_users_own_is_refused_on_every_rank(parallel, tm
 
 
 def test_a_v_with_tied_embeddings_is_evaluated_saved_and_resumed_as_one_process_is(tmp_path):
-    """Its two copies of the embedding, both on rank 0, are one in the optimizer and in checkpoints."""
+    """Its two copies of the embedding, both on rank 0, are one tensor in the optimizer and in checkpoints."""
     data = {"valid": settings(tmp_path)["data"]["train"]}
     train = {"micro_batch_size": 1, "evaluation": {"every": 1}}
     found = []
