@@ -35,7 +35,7 @@ CLASSES = {"colour": ("red", "green"), "number": ("one", "two"), "place": ("hous
 
 
 def labelled_settings(folder: Path, **groups: Any) -> dict[str, Any]:
-    """A tree of a classifier of three classes, over texts in ``folder``."""
+    """A settings tree for a classifier with three classes, over texts in ``folder``."""
     tree = masked_settings(folder, **groups)
     prefix = folder / "labelled"
     if not prefix.with_suffix(".idx").exists():
@@ -135,7 +135,7 @@ def test_a_pretrained_encoder_is_loaded_without_its_head(parallel, tmp_path):
         is_of_the_head = name.startswith(("lm_", "binary_head"))
         assert (name in kept) != is_of_the_head
         if not is_of_the_head:
-            torch.testing.assert_close(kept[name], weight, rtol=0.0, atol=1e-27)  # a step at a rate of 1e-30 later
+            torch.testing.assert_close(kept[name], weight, rtol=0.0, atol=1e-27)  # after a step at lr 1e-30
 
 
 def test_eval_and_the_report_have_the_table_of_confusion(tmp_path):
@@ -166,7 +166,7 @@ def test_settings_of_other_tasks_and_other_classes_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data.masking is for pretraining.*leave it out"):
         task_of(load_run({**tree, "data": {**tree["data"], "masking": {"probability": 0.2}}}))
     bert = {**tree["model"]["bert"], "num_classes": 4}
-    # as many classes, but different ones, which numbers would not reveal
+    # as many classes, but different ones, which class numbers would not reveal
     (tmp_path / "other.csv").write_text("text,label\nthe red,colour\nthe two,number\nthe tree,plant\n")
     prepare_labelled(tmp_path / "other.csv", tmp_path / "other", tmp_path / "text-tokenizer.json")
     with pytest.raises(ConfigError, match=r"must be those of .*: colour, number, place; got .*plant"):

@@ -29,7 +29,7 @@ def test_texts_of_nothing_are_their_openings():
 
 
 def test_an_answer_begins_as_a_text_of_its_own_does():
-    # a decoder that leaves out the space in front of a text, as T5's: behind a prompt it would not
+    # a decoder that drops the space at the beginning of a text, like T5's; after a prompt it would not
     entries = {"</s>": 0, "<pad>": 1, "<extra_id_0>": 2} | {f"▁w{number}": number for number in range(3, 61)}
     made = tokenizers.Tokenizer(models.WordLevel(entries, unk_token="</s>"))
     made.decoder = decoders.Metaspace()

@@ -148,7 +148,7 @@ def test_hugging_face_builds_as_many_parameters_and_torch_counts_as_many_flops(p
 def test_flops_are_near_six_per_parameter_where_matrices_dominate():
     shape, vocab_size, count = PUBLISHED["Llama 2 7B"]
     ratio = flops_per_token(TransformerConfig(**shape), vocab_size, 2048) / (6 * count)
-    # Kaplan et al. 2020 (arXiv:2001.08361): 6 N; attention adds S / (12 H) = 4 %, halved, the embedding takes 2 % away
+    # Kaplan et al. 2020 (arXiv:2001.08361): 6 N; attention adds half of S / (12 H) = 4 %, the embedding takes 2 % away
     assert 1.0 < ratio < 1.06
 
 
@@ -216,7 +216,7 @@ def test_attention_of_deepseek_v3_has_the_parameters_of_its_published_checkpoint
     shape = {"num_layers": 1, "hidden_size": 7168, "num_attention_heads": 128, "ffn_hidden_size": 1}
     mla = {"kv_lora_rank": 512, "q_lora_rank": 1536}
     attention = parameters(TransformerConfig(**shape, mla=mla), 1) - 2 * 7168 - 3 * 7168 - 3 * 7168
-    # q_b, kv_a, kv_b and o beside q_a, by the shapes of its tensors
+    # q_b, kv_a, kv_b and o next to q_a, from the shapes of its tensors
     weights = 1536 * 7168 + 24576 * 1536 + 576 * 7168 + 32768 * 512 + 7168 * 16384
     assert attention == weights + 1536 + 512
 
@@ -291,7 +291,7 @@ def test_a_token_costs_the_weights_of_the_experts_that_it_is_sent_to():
     shape = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 100}
     dense, sparse = TransformerConfig(**shape), TransformerConfig(**shape, moe={**moe, "layers": [False, True]})
     more = flops_per_token(sparse, 67, 8) - flops_per_token(dense, 67, 8)
-    # of the one layer with experts in three: router, two experts, shared ones and their gate, and no MLP
+    # the one layer of three with experts: router, two experts, shared ones and their gate, and no MLP
     assert more == 6 * (8 * 32 + 2 * 3 * 32 * 24 + 3 * 32 * 40 + 32 - 3 * 32 * 100)
 
 
@@ -300,7 +300,7 @@ def test_a_layer_with_a_window_pays_for_the_keys_within_it():
     S, window, queries = 100, 30, 64
     windowed = TransformerConfig(**shape, attention={"window": window, "window_layers": [True, False]})
     spared = stage_costs(TransformerConfig(**shape), 131, S).layers[0] - stage_costs(windowed, 131, S).layers[0]
-    # the pairs of a query and a key that the window excludes
+    # the query-key pairs that the window excludes
     pairs = sum(max(query + 0.5 - window, 0) for query in range(S)) / S
     assert spared == pytest.approx(3 * 4 * queries * pairs, rel=1e-3)
     assert stage_costs(windowed, 131, S).layers[1] == stage_costs(TransformerConfig(**shape), 131, S).layers[1]

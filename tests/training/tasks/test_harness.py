@@ -91,7 +91,7 @@ def test_rolling_predicts_each_token_once_and_fills_the_last_window(scores):
         for position in range(1, n):
             first = (position - 1) // LONGEST * LONGEST  # windows do not overlap
             if first + LONGEST >= n - 1:
-                first = n - 1 - LONGEST  # but for the last, which reads as many tokens as the model takes
+                first = n - 1 - LONGEST  # except the last, which reads as many tokens as the model accepts
             logits = scores.model(torch.tensor([ids[first : first + LONGEST]]))[0]
             want += logits.log_softmax(-1)[position - 1 - first, ids[position]].item()
     found = harness_model(scores).loglikelihood_rolling(requests((text,), ("",), ("Once",)))

@@ -34,7 +34,7 @@ def test_the_likeliest_wins_whole_by_byte_or_by_token(monkeypatch):
         ]
 
     monkeypatch.setattr(multiple_choice, "score", score)
-    choices = (" a", " ü b", " c d e f")  # whole -4, -5, -6; a byte -2, -1, -0.75; a token -4, -2.5, -1.5
+    choices = (" a", " ü b", " c d e f")  # total -4, -5, -6; per byte -2, -1, -0.75; per token -4, -2.5, -1.5
     won = [answer_questions(scorer(), [Question("Once", choices, answer)]) for answer in range(3)]
     assert [(each.accuracy, each.per_byte, each.per_token) for each in won] == [(1, 0, 0), (0, 0, 0), (0, 1, 1)]
     assert (won[0].chance, won[0].num_questions, won[0].num_cut) == (pytest.approx(1 / 3), 1, 1)
@@ -48,7 +48,7 @@ def test_a_byte_is_one_of_utf_8_and_not_a_letter(monkeypatch):
         "score",
         lambda *_, **__: [Score(*each, num_cut=0) for each in zip(likelihoods, [False] * 3, tokens, strict=True)],
     )
-    # a byte -1, -0.9, -0.95; a letter -1, -1.575, -2.2
+    # per byte -1, -0.9, -0.95; per letter -1, -1.575, -2.2
     won = [answer_questions(scorer(), [Question("Once", choices, answer)]) for answer in range(3)]
     assert [(each.accuracy, each.per_byte) for each in won] == [(1, 0), (0, 1), (0, 0)]
 

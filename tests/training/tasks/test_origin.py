@@ -39,14 +39,14 @@ ROUNDING = 1e-5  # transformers computes norms and rotations of float64 models i
 
 
 def tree_of(folder, **parallel):
-    """A run's settings over the dataset in ``folder``, from the model in ``folder/source``, in float64."""
+    """A run's settings in float64, over the dataset in ``folder``, initialized from the model in ``folder/source``."""
     plain = settings(folder, parallel=parallel, optim={"clip_norm": 1e9})
     tree = settings_from(str(folder / "source"), None)
     return {**plain, "model": tree["model"], "load": tree["load"]}
 
 
 def transformers_step(theirs, folder):
-    """The loss of the first batch and the gradients, by our names."""
+    """The loss of the first batch and the gradients, under our names."""
     config = load_run(tree_of(folder))
     dataset = GPTDataset(config.data.train, SEQ, config.train.seed)
     samples = [dataset[row] for row in range(config.train.global_batch_size)]
@@ -64,7 +64,7 @@ def transformers_step(theirs, folder):
 
 
 def first_step(folder, layout="one process"):
-    """The run's first step in ``layout``, as each rank has it."""
+    """The run's first step in ``layout``, as each rank sees it."""
     num_ranks, parallel = (LAYOUTS | OF_EXPERTS)[layout]
     return ranks(num_ranks, first_steps, tree_of(folder, **parallel), num_ranks, 1)
 

@@ -50,7 +50,7 @@ GRADIENTS = 1e-4  # relative to the norm of each
 
 
 class Part(NamedTuple):
-    """What a rank has: logits [B, S/cp, V] of some rows and columns, and all gradients of its stage, whole."""
+    """What a rank has: logits [B, S/cp, V] of some rows and columns, and all unsharded gradients of its stage."""
 
     logits: list[tuple[Tensor, Tensor, Tensor]]  # row numbers [B], columns [S/cp], logits
     gradients: dict[str, Tensor]
@@ -87,7 +87,7 @@ def on_a_rank(tree: Mapping[str, Any], world_size: int) -> Part:
 
 
 def transformers_part(theirs: PreTrainedModel, folder: Path, tree: dict[str, Any]) -> Part:
-    """Logits of all rows, the gradients by our names."""
+    """Logits of all rows, and the gradients under our names."""
     config = load_run(tree)
     dataset = GPTDataset(config.data.train, SEQ, config.train.seed)
     samples = [dataset[row] for row in range(ROWS)]

@@ -86,7 +86,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# in `make test` one: tests/training/test_bert_layouts.py has every axis, but of context gathered keys alone
+# `make test` takes one: tests/training/test_bert_layouts.py has every axis, but for context only gathered keys
 IN_MAKE_TEST = ("context 2",)
 
 
@@ -137,9 +137,9 @@ def test_a_run_tells_its_accuracies_and_eval_measures_them_again(tmp_path):
 
 
 def write_stories(folder: Path) -> str:
-    """A dataset of documents whose sentences have words of their own: the first, the second, and so on to the fourth.
+    """Writes documents of four sentences, each with words of its own.
 
-    A quarter of them is held out. Returns its prefix.
+    A quarter of them is held out. Returns the dataset's prefix.
     """
     random, words = np.random.default_rng(0), [("one", "two"), ("red", "green"), ("runs", "sees"), ("house", "tree")]
     folder.mkdir()
@@ -162,7 +162,7 @@ def test_the_order_of_segments_is_learned(tmp_path):
     )
     ranks(1, trained, tree)
     [found] = evaluate_checkpoint(tree["run"], None, None)
-    assert found.means["sop_accuracy"] > 0.9  # by chance a half
+    assert found.means["sop_accuracy"] > 0.9  # chance is one half
 
 
 def test_what_is_held_out_is_masked_alike_whatever_the_seed(tmp_path):

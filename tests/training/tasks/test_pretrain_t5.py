@@ -91,7 +91,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# in `make test` the cheapest two: tests/training/test_t5_layouts.py has the other axes, of a task without a tokenizer
+# `make test` takes the two cheapest: tests/training/test_t5_layouts.py has the other axes, without a tokenizer
 IN_MAKE_TEST = ("pipeline 2", "shard 2")
 
 

@@ -22,13 +22,13 @@ from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, LLAMA, settings
 
 PROMPTS = ["Once", "The ships were many, and", "über "]
-STEPS = [2, 3]  # every second, and the last
+STEPS = [2, 3]  # every second step, and the last
 POSITIONS = 26  # even: sequence parallelism over two ranks can use all of them
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """The prefix of a dataset with its tokenizer."""
+    """Writes a dataset with its tokenizer; returns its prefix."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "ships.txt").write_text("Once there were many ships, and each had a name.\n" * 40)
     prepare([folder / "ships.txt"], folder / "text", vocab_size=270)
@@ -123,13 +123,13 @@ def test_prompts_that_do_not_fit_are_refused(text, tmp_path, shape, prompts, mes
         preflight(str(source), [], 1)
 
 
-# a micro-batch has 2 x 16 tokens, and of a rank of two that share it 16; "x" is one token
+# a micro-batch has 2 x 16 tokens, 16 per rank if two share it; "x" is one token
 @pytest.mark.parametrize(
     ("parallel", "num_prompts", "message"),
     [
         ({}, 32, None),
         ({}, 33, r"has room for 32 tokens per rank .* 33 prompts padded to 1 tokens need 33 per rank; use fewer"),
-        # read again whole for each of 12 new tokens, 13 with the prompt, in multiples of 4
+        # each of 12 new tokens reads everything again, 13 with the prompt, padded to a multiple of 4
         ({"context": 2}, 2, None),
         ({"context": 2}, 3, r"has room for 16 tokens per rank .* 3 prompts padded to 16 tokens need 24 per rank"),
     ],

@@ -9,7 +9,7 @@ from tests.models.hf import peers
 
 __all__ = ["ENCODERS", "SHAPES", "write_folder"]
 
-VOCAB = 271  # a prime, and a row more than the tokenizer has entries
+VOCAB = 271  # a prime, one more than the tokenizer has entries
 
 SHAPES = {
     "llama": lambda: peers.llama(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
@@ -62,14 +62,14 @@ SHAPES = {
     "gpt2": lambda: peers.gpt2(vocab_size=VOCAB, eos_token_id=0),
     "untied gpt2": lambda: peers.gpt2(vocab_size=VOCAB, tie_word_embeddings=False, n_inner=37),
 }
-# those that generate no text
+# those that do not generate text
 ENCODERS = {
     "roformer": lambda: peers.roformer(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
 }
 
 
 def write_folder(folder: Path, shape: str, dtype: str = "float32", max_shard_size: str = "1GB") -> PreTrainedModel:
-    """A model in ``folder``, and what transformers holds of it."""
+    """Writes a model to ``folder``; returns transformers' view of it."""
     theirs = (SHAPES | ENCODERS)[shape]()
     buffers = peers.saved_buffers(theirs)
     theirs = getattr(theirs, {"float32": "float", "bfloat16": "bfloat16", "float64": "double"}[dtype])()

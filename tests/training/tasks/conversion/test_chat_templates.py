@@ -38,7 +38,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def spoken(folder: Path) -> dict[str, str]:
-    """What each template of the tokenizer that transformers loads makes of MESSAGES."""
+    """MESSAGES rendered with each template of the tokenizer that transformers loads."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return {
         name: tokenizer.apply_chat_template(MESSAGES, chat_template=name, tokenize=False)
@@ -89,7 +89,7 @@ def test_a_model_max_length_stays_what_it_was_and_a_line_says_so_where_rows_are_
 
 
 def bare(folder: Path) -> LocalStore:
-    """A folder with templates alone, which are sound."""
+    """A folder with valid templates and nothing else."""
     (folder / "hf" / FOLDER).mkdir(parents=True)
     (folder / "hf" / "chat_template.jinja").write_text(TEMPLATES["default"])
     (folder / "hf" / FOLDER / "rag.jinja").write_text(TEMPLATES["rag"])

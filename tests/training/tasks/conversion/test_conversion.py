@@ -65,7 +65,7 @@ def test_a_folder_goes_in_and_out_to_the_bit_and_is_the_same_function_in_between
 
 
 def loaded_in_silence(folder, caplog, **how):
-    """Model and tokenizer, as transformers loads them; no warning, and nothing logged."""
+    """Model and tokenizer as transformers loads them, without a warning or a log message."""
     with warnings.catch_warnings(), caplog.at_level(logging.INFO):
         warnings.simplefilter("error")
         model = AutoModelForCausalLM.from_pretrained(folder, **how)
@@ -97,7 +97,7 @@ def test_the_exported_folder_loads_without_a_warning_and_generates_token_for_tok
 
 
 def train_and_save(folder, num_ranks, **parallel):
-    """Two steps: a checkpoint in boxes, moments among them."""
+    """Two steps, then a checkpoint in boxes, including moments."""
     tree = settings(folder, parallel=parallel, precision={"dtype": "float32"}, train={"steps": 2})
     run_here(tree, num_ranks)
 

@@ -69,7 +69,7 @@ def train(tree: dict[str, Any]) -> None:
     pretrain(load_run(tree), str, str)
 
 
-# one of each architecture of theirs, one of them with a classifier
+# one of each of their architectures, one of them with a classifier
 IN_MAKE_TEST = ("pretraining", "roberta", "rotary, classification", "t5")
 
 
@@ -89,7 +89,7 @@ def test_a_run_comes_back_from_hugging_face_bit_for_bit_and_loads_there_without_
     there = getattr(transformers, exported.family.architecture)
     _, told = there.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(told.values()), told
-    # its configs tie every T5, and it says so of each that has a head of its own, as the published FLAN-T5s have
+    # its configs tie every T5, and it warns about each that has its own head, as the published FLAN-T5s have
     known = "The tied weights mapping and config for this model" if kind == "t5, a head of its own" else None
     told = {record.getMessage() for record in caplog.records if record.name.startswith("transformers")}
     assert not {message for message in told if known is None or not message.startswith(known)}
@@ -104,7 +104,7 @@ def test_a_roberta_of_theirs_is_proven_whatever_token_it_pads_with(tmp_path):
     torch.manual_seed(0)
     for padding in (0, 1, 5):
         config = transformers.RobertaConfig(
-            vocab_size=67,  # random tokens are paddings now and then
+            vocab_size=67,  # random tokens are padding now and then
             hidden_size=32,
             num_hidden_layers=2,
             num_attention_heads=4,
@@ -198,7 +198,7 @@ def test_a_roformer_that_transformers_wrote_is_fine_tuned_and_exported_in_any_la
     assert exported.left_out == ()
     again = transformers.RoFormerForSequenceClassification.from_pretrained(tmp_path / "out")
     tokens = torch.arange(12).view(2, 6)
-    with torch.no_grad():  # a step at a rate of 1e-30 later
+    with torch.no_grad():  # after a step at a learning rate of 1e-30
         hidden, want = again.base_model(tokens).last_hidden_state, theirs.base_model(tokens).last_hidden_state
     torch.testing.assert_close(hidden, want, rtol=0, atol=1e-6)
 

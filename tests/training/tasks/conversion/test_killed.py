@@ -19,7 +19,7 @@ CONVERSIONS = {"import": import_model, "export": export_model}
 
 
 def killed_at(number: int, conversion: str, source: Path, out: Path) -> None:
-    """Converts, in a process of its own; killed before its ``number``-th use of the file system."""
+    """Converts in a separate process, which is killed before its ``number``-th use of the file system."""
     uses = itertools.count(1)
 
     def count(event: str, _: tuple[object, ...]) -> None:
@@ -65,7 +65,7 @@ def test_a_kill_before_any_use_of_the_file_system_leaves_all_or_nothing(conversi
     folder = tmp_path / "out"
     folder.mkdir()
     numbers = list(range(1, 230, spread))
-    [codes] = ranks(1, kill_at, numbers, conversion, source, folder)  # from a process without threads of its own
+    [codes] = ranks(1, kill_at, numbers, conversion, source, folder)  # forked from a process without threads
     found = [looks_complete(folder / str(number), conversion) for number in numbers]
     assert found == sorted(found)  # once present, it stays
     assert codes[0] == -signal.SIGKILL

@@ -21,9 +21,9 @@ LARGE = {"num_layers": 10, "hidden_size": 768, "ffn_hidden_size": 3072}
 LARGE_EXPERTS = {"num_layers": 4, "hidden_size": 768, "ffn_hidden_size": 1024, "moe": {"num_experts": 8}}
 GPT_OSS_EXPERTS = {"activation": "quick_geglu", "mlp_bias": True, "moe": {"num_experts": 8, "router": {"bias": True}}}
 MODELS = {
-    # the largest tensor is the embedding; and a transposed one
+    # the largest tensor is the embedding; of gpt2, a transposed weight
     "llama": (LLAMA, TransformerConfig(**LLAMA_SHAPE | LARGE | {"vocab_size": 20_011})),
-    # the largest tensor is that of all experts in ours; and in theirs too, interleaved
+    # the largest tensor is that of all experts in ours; for gpt-oss in theirs too, interleaved
     "mixtral": (MIXTRAL, TransformerConfig(**LLAMA_SHAPE | LARGE_EXPERTS)),
     "gpt-oss": (
         GPT_OSS,
@@ -42,8 +42,8 @@ def peak() -> int:
 
 
 def grown(folder: Path) -> tuple[int, int]:
-    """By how many bytes the peak of this process rises with an import and then an export of ``folder``."""
-    import_model(folder / "small", folder / "small run", with_proof=False)  # imports and caches
+    """How many bytes this process's peak grows in an import and then an export of ``folder``."""
+    import_model(folder / "small", folder / "small run", with_proof=False)  # warms up imports and caches
     export_model(folder / "small run", folder / "small out", with_proof=False)
     before = peak()
     import_model(folder / "large", folder / "run", with_proof=False)
@@ -53,7 +53,7 @@ def grown(folder: Path) -> tuple[int, int]:
 
 
 def write(folder: Path, family, config: TransformerConfig) -> int:
-    """A model folder of random bytes that are numbers; the bytes of its largest tensor, or of ours."""
+    """Writes a model folder of random, finite bytes; returns the size of its largest tensor, or of ours."""
     folder.mkdir()
     described = family.config_to_hf(config, max_position_embeddings=64, dtype="float32", eos_token_id=None)
     (folder / "config.json").write_text(json.dumps(described))
@@ -72,6 +72,6 @@ def test_converting_holds_little_more_than_the_largest_tensor(name, tmp_path):
     size = (tmp_path / "large" / "model.safetensors").stat().st_size
     assert size > 250 << 20
     [rises] = ranks(1, grown, tmp_path)
-    # a tenth of the limit: two tensors at a time, or retained pages of a map, would exceed it
+    # a tenth of the limit: two tensors at a time, or retained pages of a memory map, would exceed it
     assert all(rise < largest + MORE // 10 for rise in rises), (rises, largest)
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == size

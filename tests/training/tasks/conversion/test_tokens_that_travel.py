@@ -26,13 +26,13 @@ from tests.training.tasks.conversion.folders import write_folder
 transformers = pytest.importorskip("transformers")
 
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
-END, USER, BEGIN = 255, 254, 253  # bytes of the tokenizer that no text here has
+END, USER, BEGIN = 255, 254, 253  # bytes of the tokenizer that no text here contains
 COMPANIONS = {"tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
 GENERATION = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [0, END]}
 
 
 def chat_folder(folder: Path) -> None:
-    """A Llama whose tokenizer begins every text with a token, and that has two that end one."""
+    """A Llama whose tokenizer begins every text with a token, and has two end tokens."""
     write_folder(folder, "llama")
     path = folder / "tokenizer.json"
     made = tokenizers.Tokenizer.from_file(str(path))
@@ -153,18 +153,18 @@ def test_a_run_that_begins_from_the_folder_keeps_them_and_begins_texts_as_its_do
     assert kept is not None
     assert (kept.begin, kept.ends) == ((BEGIN,) if bos else (), (0, END))
     assert kept_companions(open_store(run))["chat_template.jinja"].decode() == TEMPLATE
-    # a run goes on with what it has, wherever the folder is, and ends its samples so on every rank
+    # a run continues with what it has, wherever the folder is, and every rank ends its samples accordingly
     assert here("train", run, "train.steps=2").code == 0
     assert kept_tokenizer(open_store(run)).ends == (0, END)
     assert load_tokenizer(load_run(run / "config.yaml")).ends == (0, END)
-    # and transformers begins texts so, by the class of the folder or by one that adds the token unless it is told
+    # transformers begins texts the same way, whether the class follows the file or adds the token by default
     export_model(run, tmp_path / "out", with_proof=False)
     path = tmp_path / "out" / "tokenizer_config.json"
     for name in ("PreTrainedTokenizerFast", "LlamaTokenizer"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": name}))
         ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("some").input_ids
         assert (ids[0] == BEGIN) == bos
-        assert name == "LlamaTokenizer" or [ids] == kept.encode_prompts(["some"])  # which splits texts differently
+        assert name == "LlamaTokenizer" or [ids] == kept.encode_prompts(["some"])  # it splits texts differently
 
 
 def test_what_a_start_that_never_saved_has_left_does_not_count(chat, tmp_path):
@@ -216,7 +216,7 @@ def test_what_an_earlier_version_kept_is_read(kept, begin, ends, chat, tmp_path)
     (tmp_path / "eod.json").write_text(json.dumps(kept))
     found = kept_tokenizer(open_store(tmp_path))
     assert isinstance(found, Tokenizer)
-    assert (found.begin, found.ends) == (begin, ends)  # of a model that was imported, and not trained on
+    assert (found.begin, found.ends) == (begin, ends)  # of a model that was imported and not trained further
     (tmp_path / "metrics.jsonl").touch()
     assert kept_tokenizer(open_store(tmp_path)).begin == (begin if "begin" in kept else ())
 

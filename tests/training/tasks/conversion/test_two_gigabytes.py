@@ -28,10 +28,10 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process as Linux tells it"),
 ]
 
-log = logging.getLogger(__name__)  # the figures: pytest --log-cli-level=INFO
+log = logging.getLogger(__name__)  # shows the figures: pytest --log-cli-level=INFO
 
-MORE = 256 << 20  # bytes that converting may use beyond torch and the largest tensor
-# the sizes of a Llama of 1 billion parameters; in bfloat16
+MORE = 256 << 20  # bytes that a conversion may use beyond torch and the largest tensor
+# the sizes of a Llama with 1 billion parameters, in bfloat16
 CONFIG = TransformerConfig(
     num_layers=16,
     hidden_size=2048,
@@ -70,14 +70,14 @@ def convert(conversion: str, folder: Path) -> "subprocess.Popen[str]":
 
 
 def peak(process: "subprocess.Popen[str]") -> int:
-    """[bytes] The peak memory of a process, which it printed last."""
+    """[bytes] The peak memory of a process, from its last line of output."""
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     return int(out.split()[-1]) * 1024
 
 
 def write_shards(folder: Path) -> int:
-    """The model in ``folder``, a shard in memory at a time; the bytes of its largest tensor."""
+    """Writes the model to ``folder``, one shard in memory at a time; returns the bytes of its largest tensor."""
     folder.mkdir()
     described = LLAMA.config_to_hf(CONFIG, max_position_embeddings=2048, dtype="bfloat16", eos_token_id=None)
     (folder / "config.json").write_text(json.dumps(described))
@@ -98,7 +98,7 @@ def write_shards(folder: Path) -> int:
 
 
 def num_bytes(folder: Path) -> int:
-    """The size of all tensors in the folder; 0 while another process removes the remains of a killed one."""
+    """The size of all tensors in the folder; 0 while another process removes what a killed one left."""
     try:
         return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def num_bytes(folder: Path) -> int:
 
 
 def tensors(folder: Path):
-    """(key, tensor) of every file, in the order of keys, one at a time."""
+    """(key, tensor) of every file, sorted by key, one at a time."""
     where = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as content:
@@ -117,7 +117,7 @@ def tensors(folder: Path):
 
 
 def assert_killed_at(share: float, conversion: str, folder: Path) -> None:
-    """Kills the conversion once it has written ``share`` of the tensors; nothing is there that looks complete."""
+    """Kills the conversion once it has written ``share`` of the tensors; nothing left behind looks complete."""
     source, made = CONVERSIONS[conversion]
     whole, staged = num_bytes(folder / source), folder / f".{made}.tmp"
     process = convert(conversion, folder)

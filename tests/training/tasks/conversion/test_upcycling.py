@@ -62,7 +62,7 @@ def test_the_loss_at_step_0_is_that_of_the_dense_run_and_training_goes_on_from_i
     assert f"started at step 0 from the weights of {out}/checkpoints/step-00000000" in began.out, began
 
 
-# two layers of the demo's model, whose MLPs are 704 wide; with weights of a scale at which those decide the loss
+# two layers of the demo's model, whose MLPs are 704 wide, with weights large enough for these to dominate the loss
 DEMO = {**read_preset("llama-4m"), "num_layers": 2, "vocab_size": 2048, "init_method_std": 0.1}
 
 

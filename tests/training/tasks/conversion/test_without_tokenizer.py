@@ -25,7 +25,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def without_tokenizer(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None, shape="llama") -> Path:
-    """A model whose only information on tokens is in ``config`` and ``generation``."""
+    """A model whose only information about tokens is in ``config`` and ``generation``."""
     write_folder(folder, shape)
     (folder / "tokenizer.json").rename(folder.parent / "tokenizer.json")
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -38,7 +38,7 @@ def without_tokenizer(folder: Path, config: dict[str, Any], generation: dict[str
 
 
 def tokens_of(folder: Path) -> dict[str, Any]:
-    """What transformers' config and settings of generation say of tokens."""
+    """What transformers' config and generation config say about tokens."""
     config = transformers.AutoConfig.from_pretrained(folder)
     generation = transformers.GenerationConfig.from_pretrained(folder)
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
