@@ -12,13 +12,13 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 
-# returned by a rank: which part of a tensor it holds, and the values
+# what a rank returns: which part of a tensor it holds, and the values
 Part = tuple[Ranges, Tensor]
 
 
 @functools.cache
 def collection(tensor: int = 1, replicate: int = 1, context: int = 1, expert: int = 1) -> ProcessGroupCollection:
-    """The groups of this rank; what tp, cp and replicate leave of the world is sharded."""
+    """The groups of this rank; the ranks that tp, cp and replicate leave are sharded."""
     grid = RankGrid(dist.get_world_size(), tensor=tensor, replicate=replicate, context=context, expert=expert)
     return ParallelState(grid).collection()
 
@@ -29,12 +29,12 @@ def part(tensor: Tensor) -> Part:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor of all ranks, terms of a sum added up; every rank of its mesh must ask for it."""
+    """The unsharded tensor, with partial sums added up; every rank of its mesh must call this."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def load_(model: nn.Module, full: dict[str, Tensor]) -> None:
-    """Gives each declared parameter of ``model`` this rank's part of ``full``."""
+    """Loads this rank's part of ``full`` into each declared parameter of ``model``."""
     for name, parameter, _ in declared_parameters(model):
         values = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
         values.copy_(slice_of(full[name], local_ranges(parameter)))

@@ -26,7 +26,7 @@ EXACT = 1e-12
 UP = ParameterSpec((E, F, H), "normal", 1.0, split={"ep": 0, "etp": 1}, family="expert")
 GAIN = ParameterSpec((E, H), "ones", split={"ep": 0}, family="expert")
 DENSE = ParameterSpec((H, H), "normal", 1.0, split={"tp": 0})
-# (ranks, degrees): dense and expert weights are laid over the same ranks in two ways
+# (ranks, degrees): dense and expert weights are laid out over the same ranks in two ways
 LAYOUTS = [
     (2, {"expert": 2}),
     (4, {"expert": 2}),
@@ -71,7 +71,7 @@ def built(degrees: dict[str, int], *, apart: bool = True) -> nn.Module:
 
 
 def on_this_rank(degrees: dict[str, int]) -> tuple[dict[str, Part], dict[str, Tensor], Tensor]:
-    """This rank's part of each weight, the whole gradients, and the squared norm of all ranks together."""
+    """This rank's part of each weight, the unsharded gradients, and the squared norm over all ranks."""
     model = built(degrees)
     parts = {name: part(parameter) for name, parameter, _ in declared_parameters(model)}
     model().backward()

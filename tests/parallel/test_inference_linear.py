@@ -10,14 +10,14 @@ from megalith.parallel.inference_linear import inference_linear
 from megalith.torch_compat import multiplies_natively
 from tests.sampling import sampled
 
-ROWS = [(1, 1), (1, 2), (2, 4), (1, 32), (33, 1), (0, 2)]  # [S, B]: below, within and beyond those it splits
+ROWS = [(1, 1), (1, 2), (2, 4), (1, 32), (33, 1), (0, 2)]  # [S, B]: below, within and beyond the sizes that it splits
 AVX2, AVX512 = "AVX2", "AVX512"
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5}
 
 
 @pytest.fixture(params=[AVX2, AVX512])
 def capability(request, monkeypatch):
-    """Of the processor, as torch says, with two threads and MKL, and without instructions for 16 bits."""
+    """torch's name for the processor's instructions; two threads and MKL, without 16-bit instructions."""
     monkeypatch.setattr(module, "multiplies_natively", lambda dtype: False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
@@ -40,7 +40,7 @@ def test_it_is_the_formula_rounded_once(dtype, sizes, has_bias, shape):
     assert y.dtype == dtype
     assert y.is_contiguous()
     assert y.shape == (*shape, out)
-    # half a unit in the last place of the result, and what float32 sums of 2,048 products of about 1 lose
+    # half a unit in the last place of the result, plus the error of float32 sums of 2,048 products of about 1
     torch.testing.assert_close(y.double(), want, rtol=ROUNDING[dtype], atol=1e-4)
 
 
@@ -79,7 +79,7 @@ def test_it_is_in_blocks_only_where_that_was_measured_to_be_faster(capability, m
     few = {is_in_blocks(rows, 512, 640) for rows in (1, 2, 32)}
     assert few == {capability == AVX2}
     assert not any((is_in_blocks(0, 512, 640), is_in_blocks(33, 512, 640)))
-    assert not any((is_in_blocks(8, 512, 384), is_in_blocks(8, 512, 700)))  # too small, not of whole blocks
+    assert not any((is_in_blocks(8, 512, 384), is_in_blocks(8, 512, 700)))  # too small, not in whole blocks
     assert not is_in_blocks(7, 512, 640, torch.bfloat16)  # too few to be worth widening the weight
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_in_blocks(8, 512, 640)
@@ -120,7 +120,7 @@ def test_what_torch_takes_or_refuses_is_taken_or_refused(dtype):
         inference_linear(x, weight, torch.randn(2048, dtype=torch.float64))
     with pytest.raises(RuntimeError):
         inference_linear(x, weight, torch.randn(2548).to(dtype))
-    one = torch.ones(1).to(dtype)  # that torch adds to every output
+    one = torch.ones(1).to(dtype)  # torch adds it to every output
     assert torch.equal(inference_linear(x, weight, one), torch.nn.functional.linear(x, weight, one))
 
 

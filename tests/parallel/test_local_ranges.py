@@ -38,7 +38,7 @@ PLACED = {
 
 
 def covers(full: Tensor, parts: list[Part], copies: int) -> bool:
-    """Whether each part has the values of its ranges, and the ranges hold every element ``copies`` times."""
+    """Whether each part has the values of its ranges, and the ranges contain every element ``copies`` times."""
     held = torch.zeros(full.shape, dtype=torch.int64)
     for where, values in parts:
         assert torch.equal(values, slice_of(full, where))
@@ -103,8 +103,8 @@ def shard_over_tp_and_fsdp(shape: tuple[int, ...], tp_dim: int, mesh_shape: tupl
     ("shape", "tp_dim", "mesh", "copies", "strided"),
     [
         ((8,), 0, (1, 2, 2), 1, True),
-        ((13,), 0, (1, 2, 2), 1, True),  # tp holds 7 and 6, FSDP cuts 4 + 3 and 3 + 3
-        ((5,), 0, (1, 2, 2), 1, True),  # 3 and 2: then 2 + 1 and 1 + 1
+        ((13,), 0, (1, 2, 2), 1, True),  # tp holds 7 and 6, which FSDP cuts into 4 + 3 and 3 + 3
+        ((5,), 0, (1, 2, 2), 1, True),  # 3 and 2, then 2 + 1 and 1 + 1
         ((6, 4), 0, (1, 2, 2), 1, True),
         ((7, 5), 1, (1, 2, 2), 1, False),
         ((7,), 0, (2, 1, 2), 2, True),

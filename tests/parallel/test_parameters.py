@@ -60,7 +60,7 @@ def tied() -> Outer:
 
 
 def weights(tensor: int, replicate: int, shards: bool) -> tuple[dict[str, Part], dict[str, str]]:
-    """This rank's part of each parameter of a model built in one layout, and how it is placed."""
+    """This rank's part of each parameter of a model built in one layout, and its placements."""
     groups = collection(tensor, replicate)
     with torch.device("meta"):
         model = Outer(groups)
@@ -153,12 +153,12 @@ def test_an_undeclared_parameter_is_refused_by_its_name(in_a_declaring_module):
 
 
 def gradient_placements(partial: bool) -> dict[str, object]:
-    """How the gradient of ``whole`` is placed, and what it is as one tensor, after each rank used it in its own way."""
+    """The placements and the unsharded value of the gradient of ``whole``, after each rank used it differently."""
     groups = collection(2)
     model = Inner(groups, torch.float64)
     initialize_parameters_(model, seed=7)
     used = local(model.whole, partial=partial)
-    # A dense gradient, as products give: torch 2.11 sums a gradient that is an expanded number over ranks at once.
+    # A dense gradient, as matrix products return: torch 2.11 all-reduces an expanded scalar gradient immediately.
     used.backward(torch.full_like(used, groups.rank("tp") + 1 if partial else 3))
     assert isinstance(model.whole.grad, DTensor)
     return {"placements": model.whole.grad.placements, "whole": model.whole.grad.full_tensor()}
@@ -228,7 +228,7 @@ def test_expert_weights_are_split_over_ep_and_etp_and_are_the_same_bits(expert, 
 
 
 class Buffered(DeclaringModule):
-    """A table that follows from its shape, and a count that training changes."""
+    """A table derived from its shape, and a count that training changes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.torch_compat import all_gather_into, reduce_scatter_into
 from tests.rank_pool import ranks
 
-S, D = 24, 6  # on 4 ranks a chunk is 3 tokens
+S, D = 24, 6  # a chunk is 3 tokens on 4 ranks
 P = 0.3
 EXACT = 1e-12  # sums of a few dozen terms in float64
 METHODS = {
@@ -91,7 +91,7 @@ CASES = {
     "dropout, sink, scale and softcap": Case(drops=True, sink=True, scale=0.7, softcap=1.5),
     "dropout, documents and a window": Case(documents=DOCUMENTS, window=6, causal=False, drops=True, heads=(8, 2)),
 }
-Answer = list[Tensor]  # out, dq, dk, dv, and dsink where there is a sink
+Answer = list[Tensor]  # out, dq, dk, dv, and with a sink dsink
 
 
 def example(case: Case) -> list[Tensor]:
@@ -102,12 +102,12 @@ def example(case: Case) -> list[Tensor]:
 
 
 def sink_of(case: Case) -> list[Tensor]:
-    """One score for each head, none the same; nothing without a sink."""
+    """One score per head, all different; nothing without a sink."""
     return [torch.linspace(-1.0, 2.0, case.heads[0], dtype=torch.float64).requires_grad_()] if case.sink else []
 
 
 def in_one_process(case: Case) -> Answer:
-    """The answer, with the sink's gradient by row, head and query: ``summed`` adds up the queries of a head."""
+    """The answer in one process, with the sink's gradient by row, head and query: ``summed`` adds up each head's."""
     q, k, v, dout = example(case)
     sinks = [x.detach().view(-1, 1, 1).repeat(case.num_rows, 1, S, 1).requires_grad_() for x in sink_of(case)]
     leaves = [*(x.requires_grad_() for x in (q, k, v)), *sinks]
@@ -149,7 +149,7 @@ def on_this_rank(method: ContextMethod) -> dict[str, Answer]:
 
 
 def joined(answers: list[Answer]) -> Answer:
-    """The parts of all ranks in the order of positions, and the sum of what they have of a sink's gradient."""
+    """The parts of all ranks in position order, and the sum of their parts of a sink's gradient."""
     order = torch.cat([zigzag_positions(S, len(answers), rank) for rank in range(len(answers))]).argsort()
     parts = list(zip(*answers, strict=True))
     return [*(torch.cat(part)[order] for part in parts[:4]), *(sum(part) for part in parts[4:])]
@@ -168,7 +168,7 @@ NARROW = {
     "aten": [name for name, case in CASES.items() if not case.drops],
     "triton": ["two rows", "capped"],
 }
-# relative L2 error: of float32; and of inputs rounded to 16 bits, with probabilities rounded once more in the kernels
+# relative L2 error: of float32; of inputs rounded to 16 bits, with probabilities rounded once more in the kernels
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
@@ -186,11 +186,11 @@ def test_fused_paths_give_it_too(path, dtype):
         got, terms = joined([answer[name] for answer in answers]), in_one_process(CASES[name])
         for tensor, expected, summands in zip(got, summed(terms), terms, strict=True):
             assert tensor.dtype == dtype
-            assert (tensor - expected).norm() <= NEAR[dtype] * summands.norm(), name  # those of a sink cancel
+            assert (tensor - expected).norm() <= NEAR[dtype] * summands.norm(), name  # a sink's terms cancel
 
 
 def traffic(method: ContextMethod) -> dict[str, list[int]]:
-    """Elements that this rank gives away in each message or collective, forward and backward, by their kind."""
+    """The number of elements this rank sends in each message or collective, forward and backward, by kind."""
     found: dict[str, list[int]] = {"sent": [], "gathered": [], "reduced": [], "traded": []}
     send, batch = dist.isend, dist.batch_isend_irecv
 
@@ -220,10 +220,10 @@ def traffic(method: ContextMethod) -> dict[str, list[int]]:
 def test_what_travels_is_what_the_method_says(method):
     B, (A, G), part = CASES["causal"].num_rows, CASES["causal"].heads, S // 4
     kv, q = part * B * G * D, part * B * A * D
-    rounds = {  # of a ring of n: k and v go n - 1 times forward, as often in backward, and their gradients n times
+    rounds = {  # ring of n: k and v are sent n - 1 times forward, as often in backward, and their gradients n times
         "ring": {"sent": [kv] * 2 * (3 + 3 + 4)},
         "all_gather": {"gathered": [kv] * 2, "reduced": [4 * kv] * 2},
-        # of 2 groups each is doubled, for 4 ranks; q, k, v, out, and their gradients back
+        # for 4 ranks, each of 2 groups is duplicated; q, k, v, out, and their gradients back
         "all_to_all": {"traded": [q, 2 * kv, 2 * kv, q] * 2},
         "two_level": {"sent": [kv] * 2 * (1 + 1 + 2), "traded": [q, kv, kv, q] * 2},
     }

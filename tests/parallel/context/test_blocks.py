@@ -16,7 +16,7 @@ S = 24
 
 
 def pairs_of(block: Block, num_rows: int) -> Tensor:
-    """[B, S, S]: the pairs that ``fused_attention`` would compute for the block, by its window and documents."""
+    """[B, S, S]: the pairs that ``fused_attention`` would compute for the block, given its window and documents."""
     beside = torch.arange(len(block.queries)).unsqueeze(1) + len(block.keys) - len(block.queries)
     distance = torch.arange(len(block.keys)) - beside
     left, right = block.window
@@ -70,7 +70,7 @@ def test_every_pair_that_sees_each_other_is_in_one_block(size, causal, left, rig
 
 
 def num_pairs(size: int, rank: int, other: int, sight: Sight) -> int:
-    """Pairs of a query of ``rank`` and a key of ``other``."""
+    """The number of pairs of a query of ``rank`` and a key of ``other``."""
     spans = product(zigzag_spans(S, size, rank), zigzag_spans(S, size, other))
     blocks = (block for queries, keys in spans for block in blocks_between(queries, keys, sight))
     return sum(int(pairs_of(block, 1).sum()) for block in blocks)

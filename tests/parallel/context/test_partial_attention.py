@@ -12,7 +12,7 @@ from megalith.parallel.context.zigzag import zigzag_positions, zigzag_spans
 
 S, B, A, G, D = 48, 2, 4, 2, 16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-# relative L2 error: sums in another order; of float32; of inputs and probabilities rounded to 16 bits
+# relative L2 error of sums in another order: in float32; with inputs and probabilities rounded to 16 bits
 NEAR = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 SIGHTS = {
     "causal": (True, None, None),
@@ -24,7 +24,7 @@ SIGHTS = {
 
 
 def played(size: int, sight: Sight, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """out, dq, dk and dv, from every rank over the keys of every other."""
+    """out, dq, dk and dv, combined from every rank's queries over every rank's keys."""
     spans = [zigzag_spans(S, size, rank) for rank in range(size)]
     held = [zigzag_positions(S, size, rank).to(q.device) for rank in range(size)]
     wide = torch.promote_types(q.dtype, torch.float32)

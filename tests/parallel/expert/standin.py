@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class StandInBuffer:
-    """Tokens go to the ranks that hold one of their experts, once each, in the order of ranks and tokens."""
+    """Sends each token once to every rank that holds one of its experts, ordered by rank and token."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -23,7 +23,7 @@ class StandInBuffer:
 
     def dispatch(self, x: Tensor, *, handle: Any = None, **how: Any) -> tuple[Any, ...]:
         assert x.is_contiguous()
-        if handle is not None:  # the routes are known: rows only
+        if handle is not None:  # the routing is known: send rows only
             return self._send(x, handle), None, None, [], handle, None
         topk_idx, weights, goes = how["topk_idx"], how["topk_weights"], how["is_token_in_rank"]
         W, rank = self.group.size(), self.group.rank()

@@ -11,14 +11,14 @@ from torch.distributed import ProcessGroup
 
 
 class StandInMemory:
-    """``SymmetricMemory`` whose peers exchange messages."""
+    """A ``SymmetricMemory`` whose peers exchange messages."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.tensors: list[Tensor] = []
-        self.at_barrier: dict[int, int] = {}  # of each tensor its version at the last barrier
-        self.being_read: list[tuple[Tensor, int]] = []  # what peers read until the next one, and its version
-        self.counts: Tensor | None = None  # that peers may write to from then on
+        self.at_barrier: dict[int, int] = {}  # each tensor's version at the last barrier
+        self.being_read: list[tuple[Tensor, int]] = []  # what peers read until the next barrier, and its version
+        self.counts: Tensor | None = None  # which peers may write to from then on
         self.met: set[int] = set()  # tensors that peers know
         self.team = False
 
@@ -73,7 +73,7 @@ class StandInMemory:
         self._begin(x, out, splits_offsets, out_splits_offsets)
         pieces = [
             x[begin : begin + count] for count, begin in splits_offsets.T.tolist()
-        ]  # of each expert, to each rank
+        ]  # from each expert, to each rank
         blocks = self._exchange([pieces[to::W] for to in range(W)])
         counts = [len(block) for source in blocks for block in source]
         offsets = [sum(counts[:i]) for i in range(len(counts))]
@@ -95,7 +95,7 @@ class StandInMemory:
         self.being_read, self.counts = [(x, x._version)], out_splits
 
     def _exchange(self, blocks: list[list[Tensor]]) -> list[list[Tensor]]:
-        """``blocks[rank]`` go to that rank; what each rank sent here."""
+        """Sends ``blocks[rank]`` to each rank; returns what each rank sent here."""
         sent: list[list[list[Tensor]]] = [[] for _ in range(self.size())]
         dist.all_gather_object(sent, [[block.clone() for block in to] for to in blocks], group=self.group)
         return [each[self.group.rank()] for each in sent]

@@ -22,7 +22,7 @@ def orders(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
 
 
 def fake_stage(p: int, num_chunks: int, rank: int = 0) -> mock.MagicMock:
-    """A stage of torch without model and process group, that receives and sends nothing."""
+    """A torch stage without model and process group, which sends and receives nothing."""
     stage = mock.MagicMock(group_rank=rank, group_size=p, num_stages=p * num_chunks, stage_index=rank, is_last=False)
     stage.submod = None
     for operation in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
@@ -31,7 +31,7 @@ def fake_stage(p: int, num_chunks: int, rank: int = 0) -> mock.MagicMock:
 
 
 def planned(schedule_class: type, placement: Placement, m: int) -> list[list[tuple[str, int, int]]]:
-    """The orders that torch makes as tables, for schedules that run them as such; ValueError: not for this m."""
+    """The order tables of torch's table-driven schedules; raises ValueError if torch refuses this m."""
     stages = [fake_stage(placement.num_ranks, placement.num_chunks) for _ in range(placement.num_chunks)]
     table = schedule_class(stages, m).pipeline_order
     return [
@@ -45,7 +45,7 @@ def planned(schedule_class: type, placement: Placement, m: int) -> list[list[tup
 
 
 def executed(schedule_class: type, p: int, m: int) -> list[list[tuple[str, int, int]]]:
-    """What torch's stages are told to do by schedules for one stage per rank, whose code is the order."""
+    """The calls that torch's single-stage schedules make; for these, the code defines the order."""
     found = []
     for rank in range(p):
         stage = fake_stage(p, 1, rank)
@@ -76,7 +76,7 @@ def test_interleaved_is_theirs_with_their_size_of_groups(p):
         for v in (2, 3, 4):
             num_rounds = m // p
             if m % num_rounds:
-                continue  # they refuse it, where we may have a last group of another size
+                continue  # they refuse it, where we allow a last group of another size
             ours = build_schedule("interleaved", p, m, v, group_size=m // num_rounds)
             assert orders(ours) == planned(theirs.ScheduleInterleaved1F1B, Placement(p, v), m)
             compared += 1

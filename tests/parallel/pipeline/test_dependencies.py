@@ -59,7 +59,7 @@ def test_a_forward_leaves_its_output_for_the_next_stage_and_a_backward_its_gradi
 
 
 def test_messages_come_in_the_order_of_their_sender():
-    # two ranks with two chunks each: rank 0 sends rank 1 the outputs of both its chunks and the gradients of chunk 1
+    # two ranks with two chunks each: rank 0 sends rank 1 the outputs of both chunks and the gradients of chunk 1
     schedule = build_schedule("interleaved", 2, 2, 2)
     assert receives(schedule, 1) == {
         0: [
@@ -87,7 +87,7 @@ def test_each_message_is_received_once_and_is_what_some_action_needs(schedule):
 
 
 def has_cycle(schedule: Schedule) -> bool:
-    """Whether actions wait for each other in a cycle, by stages and the standard library's graph search."""
+    """Whether actions wait for each other in a cycle, by stage, using the standard library's graph search."""
     graph = TopologicalSorter()
     last = schedule.placement.num_stages - 1
     for rank, plan in enumerate(schedule.plans):

@@ -33,7 +33,7 @@ def syncs(monkeypatch) -> list[tuple[nn.Module, bool]]:
 
 
 def execute(plan: Plan, chunks: list[nn.Module], forward: Forward, product: SplitProduct | None = None) -> None:
-    """``plan`` on the one rank of a pipeline whose hidden states are scalars."""
+    """Runs ``plan`` on the only rank of a pipeline whose hidden states are scalars."""
     schedule = Schedule(Placement(1, len(chunks)), NUM, (plan,))
     executor.execute(schedule, Links(), chunks, forward, lambda micro_batch: (), product)
 
@@ -45,7 +45,7 @@ def one_stage_plan(num_microbatches: int, *, backward: bool) -> Plan:
 
 
 def forward(seen: list[Tensor]) -> Forward:
-    """(index + 1) * weight, times what the chunk before gave, noted in ``seen``."""
+    """(index + 1) * weight, times the previous chunk's output; calls are recorded in ``seen``."""
 
     def run(chunk: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
         seen.append((chunk, micro_batch))
@@ -105,13 +105,13 @@ def test_chunks_and_micro_batches_are_told_apart_in_any_order(syncs):
     seen: list[tuple[nn.Module, int]] = []
     execute(plan, [first, second], forward(seen))
     assert seen == [(first, 0), (second, 0), (first, 1), (second, 1)]
-    # the product of both weights and the square of the index plus 1, summed
+    # the product of both weights and the square of (index + 1), summed
     assert (first.weight.grad.item(), second.weight.grad.item()) == (7.0 * (1 + 4), 5.0 * (1 + 4))
     assert syncs == [(second, False), (second, True), (first, False), (first, True)]
 
 
 def alive_during(plan: tuple[Action, ...]) -> list[int]:
-    """At each forward, how many earlier results are still there."""
+    """For each forward, how many earlier results are still alive."""
     results: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
@@ -131,7 +131,7 @@ def test_a_plan_of_forwards_keeps_no_result_and_syncs_nothing(syncs):
     execute(one_stage_plan(NUM, backward=False), [chunk], forward([]))
     assert chunk.weight.grad is None
     assert syncs == []
-    # the loop's own variable holds the last one, until the next
+    # the loop variable holds the last one until the next iteration
     assert max(alive_during(one_stage_plan(NUM, backward=False))) <= 1
 
 
@@ -142,7 +142,7 @@ def test_a_result_is_kept_until_its_backward_and_no_longer(syncs):
 
 
 class Product(nn.Module):
-    """A product with a weight [1, 1], and an addend whose gradient is not put off."""
+    """A product with a weight [1, 1], plus a term whose gradient is not deferred."""
 
     def __init__(self, product: SplitProduct) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Product(nn.Module):
 
 
 def split_plan(*steps: str) -> Plan:
-    """From such as "F0 I0 W0"; the last W reduces."""
+    """Parses a plan such as "F0 I0 W0"; the last W reduces."""
     kinds = {"F": "forward", "I": "backward_input", "W": "backward_weight"}
     last = max(number for number, step in enumerate(steps) if step[0] == "W")
     return tuple(Action(kinds[step[0]], int(step[1:]), reduces=number == last) for number, step in enumerate(steps))
@@ -180,7 +180,7 @@ def test_a_split_backward_adds_to_each_weight_in_the_action_that_the_plan_says(m
         (10.0, 2.0, False),  # I2
         (10.0, 3.0, False),  # W0
         (11.0, 3.0, False),  # W2
-        (111.0, 3.0, True),  # W2, whose gradients are reduced when all have been added up
+        (111.0, 3.0, True),  # W2, which reduces the accumulated gradients
     ]
     assert finished == [(10.0, 3.0 - 1.0), (11.0, 3.0), (111.0, 3.0), (111.0, 3.0)]
     assert product.take() == []

@@ -38,7 +38,7 @@ def shape_of(micro_batch: int) -> tuple[int, ...]:
 
 
 class Part(nn.Module):
-    """One stage: tanh of a product with a matrix that follows from its number."""
+    """One stage: tanh of a product with a matrix derived from the stage's number."""
 
     def __init__(self, stage: int, product: MatrixProduct = linear) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def first_input(micro_batch: int) -> Tensor:
 
 
 def in_one_process(num_stages: int, num_microbatches: int) -> list[Tensor]:
-    """The gradient of each stage's matrix."""
+    """The gradient of each stage's matrix, computed in one process."""
     model = nn.Sequential(*(Part(stage) for stage in range(num_stages)))
     for number in range(num_microbatches):
         model(first_input(number)).sum().backward()
@@ -63,7 +63,7 @@ def in_one_process(num_stages: int, num_microbatches: int) -> list[Tensor]:
 
 
 class Live:
-    """How many inputs of matrix products are kept, and how many there were at most."""
+    """Counts the inputs of matrix products that are alive, and their maximum."""
 
     def __init__(self) -> None:
         self.alive: set[int] = set()
@@ -71,7 +71,7 @@ class Live:
         self._numbers = count()
 
     def follow(self, x: Tensor) -> Tensor:
-        """A copy of ``x``, which counts as long as something holds it."""
+        """A copy of ``x``, counted until it is freed."""
         number, x = next(self._numbers), x.clone()
         self.alive.add(number)
         self.most = max(self.most, len(self.alive))
@@ -80,7 +80,7 @@ class Live:
 
 
 class Counted(Messages):
-    """Records the most messages kept at a time until they had arrived."""
+    """Records the maximum number of messages kept alive until they had arrived."""
 
     most = 0
 
@@ -154,7 +154,7 @@ def test_gradients_are_those_of_one_process_and_no_more_is_live_than_promised(
         assert live == planned[rank] <= promised[schedule]
         if not splits_backward(schedule):
             assert live == promised[schedule]
-        if schedule == "1f1b":  # an output for each activation, and gradients that nothing shows to be used yet
+        if schedule == "1f1b":  # an output for each activation, plus gradients not yet known to have been used
             assert sent <= 2 * p
 
 
@@ -172,7 +172,7 @@ def test_an_unknown_schedule_is_refused():
 
 
 def outcome_of(wrong: str) -> str:
-    """What happens if a stage sends other hidden states than declared; rank 1 only waits for valid ones."""
+    """The result if a stage sends hidden states other than declared; rank 1 only waits for valid ones."""
     placement, rank = Placement(2), dist.get_rank()
     links = open_links(placement, rank, range(2), torch.float32, torch.device("cpu"))
     if rank == 1 and wrong != "nothing":

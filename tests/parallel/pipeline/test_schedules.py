@@ -18,7 +18,7 @@ SHORT = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weigh
 
 
 def written(plan: Plan) -> str:
-    """For instance "F0 F1 B0": a letter and a micro-batch; chunks after the first with an apostrophe each."""
+    """For instance "F0 F1 B0": a letter and a micro-batch, with one apostrophe per chunk after the first."""
     return " ".join(f"{SHORT[action.kind]}{action.micro_batch}{chr(39) * action.chunk}" for action in plan)
 
 
@@ -39,7 +39,7 @@ def test_gpipe_turns_back_when_all_micro_batches_are_forward():
 
 
 def test_1f1b_is_the_order_of_the_paper():
-    # arXiv:2104.04473, figure 4 above: 4 devices, 8 micro-batches
+    # arXiv:2104.04473, figure 4, top: 4 devices, 8 micro-batches
     plans = [written(plan) for plan in build_schedule("1f1b", 4, 8).plans]
     assert plans[0] == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
     assert plans[1] == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7"
@@ -47,7 +47,7 @@ def test_1f1b_is_the_order_of_the_paper():
 
 
 def test_interleaved_is_the_order_of_the_paper():
-    # arXiv:2104.04473, figure 4 below: 4 devices, 8 micro-batches, 2 chunks
+    # arXiv:2104.04473, figure 4, bottom: 4 devices, 8 micro-batches, 2 chunks
     plans = [written(plan) for plan in build_schedule("interleaved", 4, 8, 2).plans]
     assert plans[0].startswith("F0 F1 F2 F3 F0' F1' F2' F3' F4 F5 F6 B0' F7 B1' F4' B2' F5' B3' F6' B0 F7' B1")
     assert plans[3].startswith("F0 F1 F2 F3 F0' B0' F1' B1' F2' B2' F3' B3' F4 B0 F5 B1 F6 B2 F7 B3 F4' B4'")
@@ -63,7 +63,7 @@ def test_groups_are_those_of_megatron():
 
 
 def test_zero_bubble_is_zb_h1_of_the_paper():
-    # as in arXiv:2401.10241, figure 3: each rank's W is one micro-batch further behind than that of the rank before
+    # as in arXiv:2401.10241, figure 3: each rank's W lags one micro-batch further than that of the previous rank
     plans = [written(plan) for plan in build_schedule("zero_bubble", 3, 4).plans]
     assert plans == [
         "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
@@ -114,7 +114,7 @@ def test_gradients_are_reduced_in_the_last_backward_of_each_chunk():
 
 @st.composite
 def sizes(draw) -> dict[str, int | str | None]:
-    """Arguments of ``build_schedule`` that it takes."""
+    """Valid arguments for ``build_schedule``."""
     name, p = draw(st.sampled_from(SCHEDULES)), draw(st.integers(1, 8))
     if name != "interleaved":
         return {

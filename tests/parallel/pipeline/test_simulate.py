@@ -11,13 +11,13 @@ from megalith.parallel.pipeline.schedules import build_schedule, forward_only
 from megalith.parallel.pipeline.simulate import Costs, Simulation, simulate
 
 RANKS, MICRO_BATCHES = range(1, 9), range(1, 21)
-UNIT = Costs()  # F = I = W, so that a whole backward takes two forwards
+UNIT = Costs()  # F = I = W, so a whole backward takes as long as two forwards
 AS_LONG_AS_FORWARD = Costs(forward=2)
 EXACT = [UNIT, AS_LONG_AS_FORWARD]
 
 
 def bubble(simulation: Simulation) -> Fraction:
-    """The bubble, exactly."""
+    """The exact bubble."""
     return Fraction(sum(simulation.idle), sum(simulation.busy))
 
 
@@ -64,8 +64,8 @@ def test_1f1b_keeps_as_many_activations_as_there_are_ranks_behind_and_gpipe_all(
 
 @pytest.mark.parametrize("p", RANKS)
 def test_zero_bubble_is_the_papers(p):
-    # arXiv:2401.10241, section 2.3: each rank is idle for (p-1)(F+I-W); rank i keeps p - i activations whole, and of i
-    # more what the backward of weights needs
+    # arXiv:2401.10241, section 2.3: each rank is idle for (p-1)(F+I-W); rank i keeps p - i whole activations, and for i
+    # more, what the backward of weights needs
     for m in range(p, 21):
         for forward, input_, weight in [(1, 1, 1), (2, 2, 1), (3, 2, 2), (2, 3, 1), (5, 7, 3)]:
             costs = Costs(forward=forward, backward_input=input_, backward_weight=weight)
@@ -89,7 +89,7 @@ def test_zero_bubble_has_a_third_of_the_bubble_of_1f1b_and_zb_v_half_of_that(p):
 
 @pytest.mark.parametrize("p", RANKS)
 def test_a_rank_of_zb_v_never_waits_and_keeps_no_more_than_1f1b(p):
-    # arXiv:2405.15362: no bubble if F = I = W, and the activations of p micro-batches in all layers of a rank
+    # arXiv:2405.15362: no bubble if F = I = W, and activations for p micro-batches in all layers of a rank
     for m in MICRO_BATCHES:
         found = simulate(build_schedule("zb_v", p, m, 2), UNIT)
         waits = [end - starts[0] - busy for end, starts, busy in zip(found.ends, found.starts, found.busy, strict=True)]
@@ -103,13 +103,13 @@ def test_a_rank_of_zb_v_never_waits_and_keeps_no_more_than_1f1b(p):
 def test_an_evaluation_is_as_short_as_can_be(p):
     for m in MICRO_BATCHES:
         for v in (1, 2, 3, 4):
-            # the last rank waits p - 1, then works without a gap; with fewer micro-batches than ranks it waits for each
+            # the last rank waits p - 1, then works without a gap; with fewer micro-batches than ranks, it waits in each
             # round of the chunks
             rounds = v * m if m >= p else (v - 1) * p + m
             found = simulate(forward_only(Placement(p, v), m), UNIT)
             assert found.finish == p - 1 + rounds
             assert found.peak_live_activations == found.peak_memory == [0] * p, "a forward alone keeps nothing"
-        # in a V the last rank works without a gap from p - 1 on, and its last output goes up p - 1 ranks
+        # in a V, the last rank works without a gap from p - 1 on, and its last output passes p - 1 ranks on the way up
         assert simulate(forward_only(Placement(p, 2, "v"), m), UNIT).finish == 2 * m + 2 * (p - 1)
 
 

@@ -99,7 +99,7 @@ def test_without_gradients_it_is_linear():
 
 
 class Products(TorchDispatchMode):
-    """The shapes of the matrix products that are computed."""
+    """Records the shapes of the matrix products that are computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Products(TorchDispatchMode):
 
 
 class Mlp(nn.Module):
-    """Two products, a sigmoid between them, in sizes that tell every product from every other."""
+    """Two products with a sigmoid in between, with sizes that make every product's shape unique."""
 
     def __init__(self, product: Any) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_recomputed_activations_are_not_computed_a_third_time():
     assert len(mlp.between) == 2
     with Products() as of_weights:
         finish(product)
-    assert of_inputs.shapes.count((3, 11)) == 2  # forward again, and the gradient
+    assert of_inputs.shapes.count((3, 11)) == 2  # the recomputed forward, and the gradient
     assert of_weights.shapes == [(OUT, 11), (11, IN)]
     plain = Mlp(linear)
     plain(x.detach().requires_grad_()).sum().backward()

@@ -26,7 +26,7 @@ THEIRS = {
     "zero_bubble": theirs.ScheduleInterleavedZeroBubble,
     "zb_v": theirs.ScheduleZBVZeroBubble,
 }
-ROWS = 3  # of a micro-batch: their stages are of one shape
+ROWS = 3  # per micro-batch: all of torch's stages have the same shape
 
 
 def inputs(num_microbatches: int) -> Tensor:

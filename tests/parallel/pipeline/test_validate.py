@@ -26,8 +26,8 @@ def without(kind: str, micro_batch: int) -> Callable[[list[Action]], list[Action
 
 
 def test_a_deadlock_is_refused_with_who_waits_for_whom():
-    # 1F1B on rank 0; rank 1 takes its micro-batches forward in the other order, while rank 0 can send the second one
-    # only after the first has come back
+    # 1F1B on rank 0; rank 1 runs its forwards in the other order, while rank 0 can send the second micro-batch only
+    # after the first has come back
     first = (FORWARD[0], BACKWARD[0], FORWARD[1], replace(BACKWARD[1], reduces=True))
     second = (FORWARD[1], FORWARD[0], BACKWARD[0], replace(BACKWARD[1], reduces=True))
     with pytest.raises(ConfigError) as refused:

@@ -33,7 +33,7 @@ LAYOUTS = [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 1, 4), (4, 1, 2), (4,
 
 
 class Pair(DeclaringModule):
-    """Two linear layers; with biases of 12 and 8 elements, over 4 ranks and under tp as well."""
+    """Two linear layers; their biases of 12 and 8 elements divide over 4 ranks, with tp as well."""
 
     def __init__(self, options: BuildOptions) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ def sharded(tensor: int = 1, replicate: int = 1, matrix_product: MatrixProduct =
 
 
 def samples(dtype: torch.dtype = torch.float64) -> Tensor:
-    """[samples, 1, H]: eight of them, cut over data-parallel ranks and micro-batches."""
+    """[samples, 1, H]: eight of them, split over data-parallel ranks and micro-batches."""
     return torch.randn(8, 1, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
 
 def gradients(tensor: int, replicate: int, micro_batches: int, reshard_after_forward: bool) -> dict[str, Tensor]:
-    """The whole gradient of the sum of squares over all samples, each rank having seen its own."""
+    """The unsharded gradient of the sum of squares over all samples, of which each rank has seen its own."""
     model = sharded(tensor, replicate, reshard_after_forward=reshard_after_forward)
     groups = collection(tensor, replicate)
     micro = samples().chunk(groups.size("dp"))[groups.rank("dp")].chunk(micro_batches)
@@ -124,7 +124,7 @@ def test_only_the_last_micro_batch_reduces():
 
 
 def gradients_apart(tensor: int, replicate: int) -> tuple[dict[str, Tensor], list[bool]]:
-    """As ``gradients``, those of matrix products computed after both backwards; and when they were reduced."""
+    """As ``gradients``, with weight gradients computed after both backwards; and when they were reduced."""
     product = SplitProduct()
     model = sharded(tensor, replicate, reshard_after_forward=False, matrix_product=product)
     groups = collection(tensor, replicate)
@@ -153,7 +153,7 @@ def test_gradients_that_are_computed_after_a_backward_are_reduced_when_it_is_fin
 
 
 def sum_of_narrow_gradients() -> float:
-    """1 + 2^-9, each the gradient in bfloat16 of a backward, computed after both of them."""
+    """1 + 2^-9: the bfloat16 weight gradients of two backwards, both computed after the second one."""
     product, groups = SplitProduct(), collection()
     options = BuildOptions(groups, torch.float32, matrix_product=product)
     model = ColumnParallelLinear(H, F, options, bias=False, std=0.5)
@@ -196,7 +196,7 @@ def test_fsdp_cuts_the_dimension_that_tp_leaves_whole():
 
 
 class Packed(DeclaringModule):
-    """Queries of groups in one weight, as [groups, out, in], split over tp in the middle."""
+    """Grouped queries in one weight, as [groups, out, in], split over tp in the middle dimension."""
 
     def __init__(self, groups: ProcessGroupCollection) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_forward_computes_in_one_dtype_and_parameters_and_gradients_stay_in_anot
 
 
 def sum_of_what_bfloat16_cannot_add() -> float:
-    """The gradient of a bias: 1 on rank 0 and 1/512 on rank 1, each exact in bfloat16, their sum not."""
+    """The gradient of a bias: 1 on rank 0 and 1/512 on rank 1, each exact in bfloat16 while their sum is not."""
     model = sharded(param_dtype=torch.float32, compute_dtype=torch.bfloat16)
     x = torch.zeros(1, 1, H, dtype=torch.bfloat16)
     y = model.pairs[1](model.pairs[0](x))
@@ -244,7 +244,7 @@ def test_sums_over_ranks_are_formed_in_float32():
 
 
 class Scale(DeclaringModule):
-    """A weight that each rank of tp uses on tokens of its own."""
+    """A weight that each rank of tp applies to its own tokens."""
 
     def __init__(self, groups: ProcessGroupCollection) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Scale(DeclaringModule):
 
 
 def sum_over_tp() -> tuple[Tensor, Tensor]:
-    """The gradient of one micro-batch in bfloat16, and the term that this rank has given to it."""
+    """The gradient of one micro-batch in bfloat16, and the term that this rank contributed."""
     groups = collection(tensor=4)
     model = Scale(groups)
     shard_model(model, [], groups, compute_dtype=torch.bfloat16, param_dtype=torch.float32, reshard_after_forward=False)
@@ -272,7 +272,7 @@ def test_partial_gradients_of_one_micro_batch_are_summed_in_float32_and_rounded_
 
 
 def gathered_after_forward(reshard_after_forward: bool) -> tuple[int, int, int]:
-    """Elements of the first and of the last unit's weight at hand after a forward, and of both after its backward."""
+    """Elements present of the first and the last unit's weight after a forward, and of both after its backward."""
     model = sharded(reshard_after_forward=reshard_after_forward)
     y = model(samples())
     weights = [pair.up.weight for pair in model.pairs]
@@ -287,7 +287,7 @@ def test_weights_are_freed_after_forward_or_kept_until_backward_and_those_of_the
 
 
 def released() -> tuple[bool, int]:
-    """Whether a forward alone leaves weights gathered, and the elements at hand after they were released."""
+    """Whether a forward alone leaves weights gathered, and how many elements are present after they are released."""
     model = sharded(reshard_after_forward=False)
     with torch.no_grad():
         model(samples())
@@ -321,7 +321,7 @@ def test_weights_tied_between_units_are_refused():
 
 
 class Mixture(DeclaringModule):
-    """A unit with a router and experts, which no one mesh can shard."""
+    """A unit with a router and experts, which cannot be sharded over the same mesh."""
 
     def __init__(self, groups: ProcessGroupCollection) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class Mixture(DeclaringModule):
 
 @pytest.mark.parametrize(("units", "name"), [(["block"], "block"), ([], "the model")])
 def test_dense_and_expert_weights_in_one_unit_are_refused_by_the_name_of_the_unit(units, name):
-    groups = ProcessGroupCollection.single()  # refused before any mesh is asked for
+    groups = ProcessGroupCollection.single()  # refused before any mesh is requested
     model = Mixture(groups)
     with pytest.raises(ShapeError, match=rf"^{name} holds both dense and expert weights.*as a unit before it"):
         shard_model(
@@ -352,5 +352,5 @@ def parts_of_a_bias() -> tuple[tuple[int, int], ...]:
 
 
 def test_a_bias_that_tp_and_fsdp_both_cut_is_partitioned():
-    # tp gives ranks 0 and 2 the first half, and FSDP each of them a half of it
+    # tp gives ranks 0 and 2 the first half, and FSDP gives each of them half of that
     assert ranks(4, parts_of_a_bias) == [((0, 3),), ((6, 9),), ((3, 6),), ((9, 12),)]

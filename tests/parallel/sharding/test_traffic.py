@@ -16,7 +16,7 @@ def sharding(tp_rank: int = 0, **degrees: int) -> Sharding:
     ("weight", "degrees", "num_padded"),
     [
         (Weight((61, 32), split=0), {"shard": 4}, 64 * 32),  # without tp, dimension 0
-        (Weight((61, 32), split=0), {"shard": 4, "tensor": 2}, 31 * 32),  # the other one
+        (Weight((61, 32), split=0), {"shard": 4, "tensor": 2}, 31 * 32),  # with tp, the other one
         (Weight((32, 48), split=1), {"shard": 4, "tensor": 2}, 32 * 24),
         (Weight((50,), split=0), {"shard": 4, "tensor": 2}, 28),  # 25, the only one
         (Weight((3,)), {"shard": 2, "context": 2, "tensor": 2}, 4),  # context shards too

@@ -22,11 +22,11 @@ from tests.rank_pool import ranks
 
 S, B = 5, 3
 V = 31  # a prime: over 4 ranks 8, 8, 8 and 7
-EXACT, SINGLE = 1e-12, 1e-5  # a few roundings of float64; of float32, in sums of 31 terms
+EXACT, SINGLE = 1e-12, 1e-5  # a few roundings in float64; in float32, sums of 31 terms
 
 
 def example(dtype: torch.dtype = torch.float64, size: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [S, B, V], targets that fall on every rank, and the gradient of the losses [S, B]."""
+    """Logits [S, B, V], targets on every rank, and the gradient of the losses [S, B]."""
     generator = torch.Generator().manual_seed(5)
     logits = (size * torch.randn(S, B, V, generator=generator, dtype=torch.float64)).to(dtype)
     target = (torch.arange(S * B) * 7 % V).view(S, B)
@@ -34,7 +34,7 @@ def example(dtype: torch.dtype = torch.float64, size: float = 3.0) -> tuple[Tens
 
 
 def by_torch(logits: Tensor, target: Tensor, dloss: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """The losses and the gradient of the logits in float64, of the same rounded logits."""
+    """The losses and the gradient of the logits in float64, from the same rounded logits."""
     z = logits.double().requires_grad_()
     losses = cross_entropy(z.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=smoothing).view(S, B)
     return losses.detach(), torch.autograd.grad(losses, z, dloss)[0]
@@ -91,7 +91,7 @@ def smoothed_by_hand() -> float:
 
 
 def test_smoothing_is_over_the_whole_vocabulary():
-    # log(7 + e) - 0.9 * 1 - 0.1 / 8 * 1; a mean over a rank's own part would differ from rank to rank
+    # log(7 + e) - 0.9 * 1 - 0.1 / 8 * 1; a mean over a rank's own part would differ between ranks
     want = math.log(7.0 + math.e) - 0.9 - 0.1 / 8
     for got in (smoothed_by_hand(), *ranks(2, smoothed_by_hand), *ranks(4, smoothed_by_hand)):
         assert got == pytest.approx(want, abs=1e-15)
@@ -111,7 +111,7 @@ def test_huge_logits_do_not_overflow(dtype):
     top = torch.finfo(dtype).max / 4
     logits = torch.tensor([[[top, 0.0, -top]], [[top, top, 0.0]]], dtype=dtype, requires_grad=True)
     losses = vocab_parallel_cross_entropy(logits, torch.tensor([[0], [1]]), 3, None)
-    assert losses.flatten().tolist() == pytest.approx([0.0, math.log(2.0)], rel=1e-6)  # not lost beside 1e38
+    assert losses.flatten().tolist() == pytest.approx([0.0, math.log(2.0)], rel=1e-6)  # not lost next to 1e38
     losses.sum().backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
@@ -172,7 +172,7 @@ def test_whole_logits_where_a_part_is_wanted_are_refused_on_every_rank():
     ranks(2, refuse_the_whole_vocabulary)
 
 
-# of a head: rows divide by 4 ranks, and chunks divide no number of tokens
+# sizes for a head: rows divide over 4 ranks, and no number of tokens is divisible by the chunk size
 ROWS, H, CHUNK = 8, 6, 5
 
 
@@ -185,7 +185,7 @@ def head_example() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def by_chunks(chunk_size: int) -> AbstractContextManager[Any]:
-    """The loss takes ``chunk_size`` tokens at a time, in float64 too."""
+    """A loss that takes ``chunk_size`` tokens at a time, in float64 too."""
     stack = ExitStack()
     stack.enter_context(use("blocked"))
     fused = partial(fused_linear_cross_entropy, chunk_size=chunk_size)
@@ -226,7 +226,7 @@ def test_with_its_projection_it_is_that_of_logits_that_are_made(num_ranks, seque
 
 
 def largest_allocation() -> int:
-    """Elements of the largest tensor that forward and backward allocate on this rank, for 256 tokens and 1009 words."""
+    """Elements of the largest tensor allocated on this rank in forward and backward, for 256 tokens and V = 1009."""
     group = dist.group.WORLD
     first, end = chunk_range(1009, group.size(), group.rank())
     x, weight = torch.randn(256, 1, 4, requires_grad=True), torch.randn(end - first, 4, requires_grad=True)

@@ -41,7 +41,7 @@ def weights(rows: int = OUT, columns: int = IN) -> dict[str, Tensor]:
 
 
 def options(**changes: Any) -> BuildOptions:
-    """Of this rank, tp over the whole world; of one process outside of ranks."""
+    """On a rank, with tp over the whole world; outside of ranks, for one process."""
     groups = collection(dist.get_world_size()) if dist.is_initialized() else ProcessGroupCollection.single()
     return BuildOptions(**{"pg_collection": groups, "dtype": torch.float64} | changes)
 
@@ -57,7 +57,7 @@ def by_torch() -> dict[str, Tensor]:
 
 
 def mine(x: Tensor, dim: int) -> Tensor:
-    """This rank's part of ``x``, split as torch.chunk splits it."""
+    """This rank's part of ``x``, split as by torch.chunk."""
     start, stop = chunk_range(x.shape[dim], dist.get_world_size(), dist.get_rank())
     return x.narrow(dim, start, stop - start).clone()
 
@@ -84,7 +84,7 @@ def row_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
 
 
 def assert_joined(answers: list[dict[str, Tensor]], want: dict[str, Tensor], split: dict[str, int]) -> None:
-    """What ranks hold joins along the dimension of ``split``; what is not in it is the same on all of them."""
+    """Concatenates the ranks' tensors along the dimension in ``split``; those not in it must be equal on all ranks."""
     for name, value in want.items():
         parts = [answer[name] for answer in answers]
         for got in [torch.cat(parts, dim=split[name])] if name in split else parts:
@@ -156,7 +156,7 @@ def test_layers_that_share_a_gathered_input_sum_their_gradients(sequence_paralle
 
 
 def tokens() -> Tensor:
-    return (torch.arange(B * S) * 5 % V).view(B, S)  # repeats none, and meets every rank
+    return (torch.arange(B * S) * 5 % V).view(B, S)  # without repetitions, and on every rank
 
 
 def embedding_on_this_rank(sequence_parallel: bool, repeat: int) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ def test_a_layer_without_bias_registers_none(layer_class):
 
 
 def tied_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
-    """Tokens looked up and projected with one weight: what leaves, and the gradient of both uses."""
+    """Tokens looked up and projected with one weight: the output, and the gradient of both uses."""
     here = options(sequence_parallel=sequence_parallel)
     embedding = VocabParallelEmbedding(V, H, here, std=1.0)
     head = ColumnParallelLinear(H, V, here, bias=False, std=1.0, has_weight=False)
