@@ -23,7 +23,7 @@ def window_of(c: TransformerConfig, layer: int) -> int | None:
 
 
 def turn(x: Tensor, c: TransformerConfig, layer: int, streams: Tensor | None = None) -> Tensor:
-    """Rotary positions 0, 1, 2 ... of [S, A, D], or those of ``streams`` [3, S], as complex numbers."""
+    """Applies rotary positions 0, 1, 2 ... to [S, A, D], or those of ``streams`` [3, S], as complex numbers."""
     rope, S = c.rope, len(x)
     if rope.layers and not rope.layers[layer % len(rope.layers)]:
         return x
@@ -43,7 +43,7 @@ def turn(x: Tensor, c: TransformerConfig, layer: int, streams: Tensor | None = N
 
 
 def by_formula(c: TransformerConfig, w: dict[str, Tensor], row: Tensor, streams: Tensor | None = None) -> Tensor:
-    """Logits [S, V] of one row of tokens, without dropout; ``streams`` [3, S]: its positions of multimodal rope."""
+    """Logits [S, V] of one row of tokens, without dropout; ``streams`` [3, S]: its multimodal-rope positions."""
 
     def norm(x: Tensor, name: str, eps: float = c.layernorm_epsilon) -> Tensor:
         if c.normalization == "RMSNorm":
@@ -54,7 +54,7 @@ def by_formula(c: TransformerConfig, w: dict[str, Tensor], row: Tensor, streams:
         return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
     def latent_heads(h: Tensor, attention: str, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k [S, A, D], v [S, A, Dv] of latent attention with a latent of queries."""
+        """q and k [S, A, D], v [S, A, Dv] of multi-latent attention with a query latent."""
         eps, nope, A = c.mla.norm_epsilon, c.mla.qk_nope_head_dim, c.num_attention_heads
         q = project(
             norm(project(h, f"{attention}.q_a_proj"), f"{attention}.q_a_layernorm", eps), f"{attention}.q_b_proj"

@@ -47,7 +47,7 @@ def built(settings: TransformerConfig, **arguments: Any) -> BertModel:
 
 
 def sentences(with_types: bool = True) -> list[dict[str, Tensor]]:
-    """Sentences of LENGTHS tokens: their types, and labels of every third token."""
+    """Sentences of LENGTHS tokens: their types, and labels for every third token."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for length in LENGTHS:
@@ -102,7 +102,7 @@ def test_padded_rows_are_the_sentences_one_by_one(fields):
 
 
 def test_rows_padded_on_the_left_are_the_texts_one_by_one():
-    """Their classes are read from the first token, wherever it is."""
+    """Their classes are read from the first real token, wherever it is."""
     model = built(config(bert={"num_token_types": 2, "head": "classification", "num_classes": 3})).eval()
     texts = [sentence["tokens"] for sentence in sentences()]
     S = max(LENGTHS) + 2

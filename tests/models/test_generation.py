@@ -51,12 +51,12 @@ def greedy_without_cache(model: GPTModel, prompt: list[int], num_tokens: int) ->
 
 
 def constant(probabilities: list[float]) -> GPTModel:
-    """A model that gives ``probabilities`` to the next token whatever came before."""
+    """A model that gives the next token ``probabilities``, whatever came before."""
     model = built(vocab_size=len(probabilities), num_layers=1, normalization="LayerNorm")
     with torch.no_grad():
         model.model.norm.weight.zero_()
         model.model.norm.bias.zero_()
-        model.model.norm.bias[0] = 1.0  # the last hidden state, always
+        model.model.norm.bias[0] = 1.0  # always the last hidden state
         model.lm_head.weight[:, 0] = torch.tensor(probabilities).log()
     return model
 
@@ -97,7 +97,7 @@ def options_set(drawn: tuple[Sampling, list[float]]) -> set[Hashable]:
             (Sampling(1.0, top_k=2), [2 / 3, 1 / 3, 0.0, 0.0]),
             (Sampling(1.0, top_k=4), PROBABILITIES),
             (Sampling(1.0, top_k=99), PROBABILITIES),
-            (Sampling(1.0, top_p=0.5), [1.0, 0.0, 0.0, 0.0]),  # the first alone adds up to it
+            (Sampling(1.0, top_p=0.5), [1.0, 0.0, 0.0, 0.0]),  # the first alone reaches it
             (Sampling(1.0, top_p=0.51), [2 / 3, 1 / 3, 0.0, 0.0]),
             (Sampling(1.0, top_p=1.0), PROBABILITIES),
             (Sampling(1.0, top_k=3, top_p=0.6), [2 / 3, 1 / 3, 0.0, 0.0]),
@@ -173,7 +173,7 @@ def test_tokens_can_be_taken_one_by_one():
 def test_texts_of_a_model_in_training_that_are_drawn_at_the_same_time_have_no_dropout():
     model = built(hidden_dropout=0.5, attention_dropout=0.5)
     want = [[token] for token in greedy_without_cache(model, PROMPT, 8)]
-    model.train().model.layers["0"].eval()  # somebody has frozen a layer
+    model.train().model.layers["0"].eval()  # a user has frozen a layer
     modes = [module.training for module in model.modules()]
     first, second = (stream(model, [PROMPT], number, sampling=GREEDY) for number in (3, 8))
     assert [next(second), *(pair for _, pair in zip(first, second, strict=False)), *second] == want
@@ -261,13 +261,13 @@ def test_by_default_texts_have_the_seeds_0_1_2():
 @pytest.mark.parametrize("penalty", [None, 1.4])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_greedy_texts_are_those_of_transformers_with_a_cache_and_without(family, penalty):
-    # a small GPT-2 of smaller weights repeats its newest token, whose embedding is its output row
+    # with smaller weights, a small GPT-2 repeats its last token, because embedding and output weights are tied
     theirs, architecture = (peers.llama(), LLAMA) if family == "llama" else (peers.gpt2(initializer_range=0.4), GPT2)
     theirs.eval()
     ours = peers.same_as_ours(theirs, architecture)
     sampling = Sampling(0.0, repetition_penalty=penalty)
     got = generate(ours, RAGGED, 12, sampling=sampling)
-    pad, longest = 60, max(map(len, RAGGED))  # a token that no prompt has
+    pad, longest = 60, max(map(len, RAGGED))  # a token that is in no prompt
     padded = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in RAGGED])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in RAGGED])
     how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": pad, "repetition_penalty": penalty}

@@ -29,7 +29,7 @@ def built(shape: str = "llama", *, training: bool = True, **changes: Any) -> GPT
     model = GPTModel(config(shape, **changes), options(), seed=1)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(model):
-            if len(spec.shape) == 1:  # gains start at one and biases at zero, where mistakes would not show
+            if len(spec.shape) == 1:  # weights start at one and biases at zero, which would hide mistakes
                 parameter.add_(torch.linspace(-0.2, 0.3, parameter.numel()) * len(name) / 20.0)
     return model.train(training)
 
@@ -73,7 +73,7 @@ def test_losses_are_float32_at_least(dtype):
 @pytest.mark.parametrize(
     ("settings", "count"),
     [
-        # openai-community/gpt2, meta-llama/Llama-2-7b-hf, meta-llama/Meta-Llama-3-8B: as published
+        # openai-community/gpt2, meta-llama/Llama-2-7b-hf, meta-llama/Meta-Llama-3-8B: published values
         (
             SHAPES["gpt2"]
             | {"vocab_size": 50257, "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
@@ -208,7 +208,7 @@ ENDS = {"multipliers": {"embedding": 3.0, "logits": 2.0, "logit_softcap": 1.5}, 
 
 
 def on_this_rank(shape: str, sequence_parallel: bool, changes: dict[str, Any]) -> dict[str, Tensor]:
-    """Logits, losses, and the whole gradients of each."""
+    """Logits, losses, and the unsharded gradients of both."""
     groups = collection(dist.get_world_size())
     build = options(pg_collection=groups, sequence_parallel=sequence_parallel)
     model = GPTModel(config(shape, num_query_groups=4, **DROPS, **changes), build, seed=1)
@@ -252,7 +252,7 @@ def test_more_tokens_than_learned_positions_are_refused():
     model(tokens()[:, :6], caches=caches)
     with pytest.raises(ShapeError, match=r"8 positions exceed"):
         model(tokens()[:, 6:], caches=caches)
-    built("llama")(tokens().repeat(1, 10))  # rotary positions never end
+    built("llama")(tokens().repeat(1, 10))  # rotary positions have no limit
 
 
 @pytest.mark.parametrize("lengths", [[[3, 5]], [[3, 4], [7]], [[8]] * 3])

@@ -31,7 +31,7 @@ def tokens(seed: int = 1) -> Tensor:
 def stages(
     cuts: list[int], shape: str = "llama", options: BuildOptions = ONE_PROCESS, **changes: Any
 ) -> list[GPTModel]:
-    """A model of four layers, cut before the layers ``cuts``."""
+    """A model of four layers, split before each layer in ``cuts``."""
     borders = [0, *cuts, 4]
     parts = [
         Stage(first, last, has_embedding=first == 0, has_head=last == 4) for first, last in itertools.pairwise(borders)
@@ -41,7 +41,7 @@ def stages(
 
 
 def through(models: list[GPTModel], **inputs: Any) -> dict[str, Tensor]:
-    """What the last stage gives, and every gradient by name; stages hand each other values alone, as ranks would."""
+    """The last stage's output, and every gradient by name; stages exchange values only, as ranks would."""
     given: list[Tensor | None] = [None]
     made: list[Tensor] = []
     for model in models:

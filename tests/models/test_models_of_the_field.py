@@ -30,7 +30,7 @@ from tests.transformer.shapes import config, options
 
 V, H, A, G, D, F, L = 31, 16, 4, 2, 4, 24, 2
 EXACT = 1e-10
-# transformers' norms and rotary tables are of float32 in a model of float64 too
+# transformers computes norms and rotary tables in float32 even in a float64 model
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 SIZES: dict[str, Any] = {
     "vocab_size": V,
@@ -169,7 +169,7 @@ def same_name(name: str, theirs: dict[str, Tensor]) -> Tensor:
 def test_it_computes_what_theirs_does(
     pair: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], place: Callable[[str, dict[str, Tensor]], Tensor]
 ):
-    torch.manual_seed(0)  # transformers initializes from torch's global generator, which other tests used
+    torch.manual_seed(0)  # transformers initializes from torch's global generator, which other tests use too
     theirs, settings = pair()
     randomized(theirs)
     ours = GPTModel(config(**{"vocab_size": V, "num_query_groups": G} | settings), options())
@@ -201,7 +201,7 @@ def test_the_clamped_feed_forward_is_that_of_an_expert_of_gpt_oss():
     ours = MLP(
         config(activation="quick_geglu", mlp_bias=True, glu={"clamp": shape.swiglu_limit, "offset": 1.0}), options()
     )
-    gate_up, bias = theirs.gate_up_proj[0], theirs.gate_up_proj_bias[0]  # [H, 2F] and [2F], gate and up in turns
+    gate_up, bias = theirs.gate_up_proj[0], theirs.gate_up_proj_bias[0]  # [H, 2F] and [2F], gate and up interleaved
     state = {
         "gate_proj.weight": gate_up[:, ::2].t(),
         "up_proj.weight": gate_up[:, 1::2].t(),

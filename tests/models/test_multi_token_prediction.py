@@ -27,7 +27,7 @@ def built(**changes: Any) -> GPTModel:
     model = GPTModel(config(**MTP | changes), options(), seed=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:  # gains start at one, where mistakes would not show
+            if parameter.ndim == 1:  # weights start at one, which would hide mistakes
                 parameter.add_(torch.linspace(-0.2, 0.3, parameter.numel()) * len(name) / 20.0)
     return model
 
@@ -37,7 +37,7 @@ def tokens(seed: int = 1, *shape: int) -> Tensor:
 
 
 def rotated(x: Tensor, base: float) -> Tensor:
-    """Rotary positions 0, 1, 2 ... of [B, A, S, D], as complex numbers."""
+    """Applies rotary positions 0, 1, 2 ... to [B, A, S, D], as complex numbers."""
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[-2])[:, None].double() * base ** (-torch.arange(half).double() / half)
     y = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)

@@ -20,12 +20,12 @@ BASE = 64
 HEAD = 16
 WIDTHS = [64, 128, 256]
 STEPS = 3
-FLAT = 0.15  # a power of the width that three widths cannot distinguish from 0
+FLAT = 0.15  # an exponent that three widths cannot distinguish from 0
 RATES = OptimConfig(lr=0.01, min_lr=0.001, weight_decay=0.1, schedule="constant", adamw={"eps": 1e-8})
 
 
 def config(width: int, *, mup: bool = True, heads: int | None = None, **settings: Any) -> TransformerConfig:
-    """Of heads of one size; of ``heads``, which grow."""
+    """Heads of a fixed size; or ``heads`` of growing size."""
     base = {"base_hidden_size": BASE} | ({} if heads is None else {"base_kv_channels": BASE // heads})
     heads = heads or width // HEAD
     return TransformerConfig(
@@ -41,7 +41,7 @@ def config(width: int, *, mup: bool = True, heads: int | None = None, **settings
 
 
 def built(c: TransformerConfig) -> tuple[GPTModel, Any]:
-    """A model in float64, and its optimizer as a run makes it."""
+    """A model in float64, and its optimizer as a run creates it."""
     model = GPTModel(c, seed=1).double()
     declared = list(declared_parameters(model))
     optimizer = build_optimizer([(name, parameter) for name, parameter, _ in declared], RATES)
@@ -52,7 +52,7 @@ def built(c: TransformerConfig) -> tuple[GPTModel, Any]:
 
 
 def activations(model: GPTModel, tokens: Tensor) -> dict[str, Tensor]:
-    """What the parts of each layer, the last norm and the head give."""
+    """The outputs of the modules in each layer, the last norm and the head."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
@@ -83,7 +83,7 @@ def changes(c: TransformerConfig) -> dict[str, float]:
 
 
 def exponents(**settings: Any) -> dict[str, float]:
-    """The power of the width that each of ``changes`` grows with, by least squares over the doublings."""
+    """The exponent with which each of ``changes`` grows with the width, by least squares over the doublings."""
     sizes = [changes(config(width, **settings)) for width in WIDTHS]
     steps = torch.arange(len(WIDTHS)).double()
     steps -= steps.mean()

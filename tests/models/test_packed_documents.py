@@ -47,7 +47,7 @@ def built(shape: str = "llama", **settings: Any) -> GPTModel:
 
 
 def backward(logits: Tensor, weights: Tensor) -> Tensor:
-    """The gradients of a sum of all logits, with a different weight for each token."""
+    """The gradients of a weighted sum of all logits, with a different weight for each token."""
     (logits.sin() * weights.unsqueeze(-1)).sum().backward()
     return logits.detach()
 

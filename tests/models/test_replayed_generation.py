@@ -36,7 +36,7 @@ NEW = 24
 def texts(
     model: GPTModel, prompts: list[list[int]], temperature: float, logits: list[torch.Tensor] | None = None
 ) -> tuple[list[list[int]], int]:
-    """What it generates, and how often the model's Python ran; the logits of each token are added to ``logits``."""
+    """The generated texts, and how often the model's Python ran; appends the logits of each token to ``logits``."""
     runs: list[int] = []
     forward, draw = GPTModel.forward, generation.draw
     seen = [] if logits is None else logits
@@ -98,7 +98,7 @@ def test_layers_too_wide_for_one_kernel_in_one_step_fall_back_to_python(changes)
 
 
 class Own(torch.nn.Module):
-    """A user's part, which may do anything."""
+    """A user's module, which may do anything."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_a_hook_and_another_weight_count_from_the_next_token_on():
     hook.remove()
     assert calls == [1]
     only = torch.zeros_like(model.lm_head.weight)
-    model.lm_head.weight = torch.nn.Parameter(only)  # all logits are 0, of which the first is taken
+    model.lm_head.weight = torch.nn.Parameter(only)  # all logits are 0, and the first is taken
     next(tokens)
     assert next(tokens) == [0]
 
@@ -174,7 +174,7 @@ def test_under_autocast_that_begins_between_tokens_python_runs(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         next(tokens)
     next(tokens)
-    assert len(runs) == 4  # the prompt, two tokens to record, and that one
+    assert len(runs) == 4  # the prompt, two tokens to record, and this one
 
 
 def test_a_matrix_product_of_the_users_own_is_called_for_every_token():

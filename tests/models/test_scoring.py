@@ -64,7 +64,7 @@ def test_logits_of_a_batch_are_bounded_whatever_the_vocabulary_and_a_context_has
     uneven = [([1] * context, [2] * (1 + number % 4)) for number in range(200)]
     score(model, uneven, longest=LONGEST)
     assert max(made) <= most * 61
-    # so many at once as may be, of no more positions than the longest continuation and the padding behind another
+    # as many rows at once as possible, no longer than the longest continuation and the padding after another
     assert len(made) <= 2 + 200 * (4 + 3) // most
 
 

@@ -22,7 +22,7 @@ START = 0
 
 
 def full_forwards(model: T5Model, prompt: list[int], num_tokens: int) -> list[int]:
-    """Greedy, without caches and without padding."""
+    """Greedy decoding, without caches and without padding."""
     tokens = [START]
     model.eval()
     for _ in range(num_tokens):
@@ -200,7 +200,7 @@ def test_a_search_without_beams_is_refused():
 
 
 def answers_on_ranks(layout: dict[str, int]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Greedy, sampled, and of beams."""
+    """Greedy, sampled and beam-search answers."""
     model = T5Model(config(), options(pg_collection=collection(**layout)))
     sampled = generate(model, PROMPTS, 6, start_token=START, sampling=Sampling(2.0))
     greedy = generate(model, PROMPTS, 6, start_token=START, sampling=GREEDY)

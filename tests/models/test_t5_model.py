@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "sandwich, one decoder layer": {"residual": {"norm_placement": "sandwich"}, "t5": {"num_decoder_layers": 1}},
 }
-# tokens of the encoder's and the decoder's rows
+# number of tokens in the encoder's and the decoder's rows
 LENGTHS = [(5, 9), (9, 2), (3, 4)]
 
 
@@ -61,7 +61,7 @@ def built(settings: TransformerConfig, **arguments: Any) -> T5Model:
 
 
 def pairs() -> list[tuple[Tensor, Tensor, Tensor]]:
-    """tokens, decoder tokens and labels, [1, length] each, of LENGTHS."""
+    """tokens, decoder tokens and labels, [1, length] each, for LENGTHS."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(1, long) for lengths in LENGTHS for long in (*lengths, lengths[1])]
     drawn = [torch.randint(VOCAB, size, generator=generator) for size in sizes]
@@ -81,7 +81,7 @@ def gradients(model: T5Model, losses: list[Tensor]) -> dict[str, Tensor]:
 
 
 def padded(pad: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """tokens, decoder tokens, labels, and the masks of both, of rows that are longer than any of LENGTHS."""
+    """tokens, decoder tokens, labels, and both masks; the rows are longer than any of LENGTHS."""
     Se, Sd = (max(each) + 2 for each in zip(*LENGTHS, strict=True))
     rows = [torch.full((len(LENGTHS), S), pad) for S in (Se, Sd, Sd)]
     for index, pair in enumerate(pairs()):
@@ -345,7 +345,7 @@ def test_a_model_is_not_built_from_the_settings_of_another_kind():
 @pytest.mark.parametrize(
     ("cuts", "shared", "copied"),
     [
-        # by stage: E of the embedding, e and d of the tables of the encoder and the decoder
+        # by stage: E for the embedding, e and d for the bias tables of the encoder and the decoder
         ((2,), ["E", "E"], ["", "E"]),
         ((1,), ["Ee", "Ee"], ["", "Ee"]),
         ((3,), ["Ed", "Ed"], ["", "Ed"]),

@@ -15,12 +15,12 @@ __all__ = ["of_modules", "write_with_modules"]
 
 
 def write_with_modules(folder: Path, num_modules: int, **fields: Any) -> tuple[PreTrainedModel, MtpModel]:
-    """A folder with modules of multi-token prediction, as DeepSeek's own; the model and the modules of transformers."""
+    """Writes a folder with multi-token prediction modules, like DeepSeek's; returns transformers' model and modules."""
     theirs = peers.deepseek_v3(num_nextn_predict_layers=num_modules, **fields)
     modules = MtpModel(theirs, num_modules)
     with torch.no_grad():
         for name, tensor in modules.layers.state_dict().items():
-            tensor.fill_(1.0 if "norm" in name else 0.0)  # left empty
+            tensor.fill_(1.0 if "norm" in name else 0.0)  # allocated uninitialized
     peers.randomized(modules.layers)
     theirs.save_pretrained(folder)
     state = load_file(folder / "model.safetensors") | of_modules(theirs, modules.layers.state_dict())
@@ -32,7 +32,7 @@ def write_with_modules(folder: Path, num_modules: int, **fields: Any) -> tuple[P
 
 
 def of_modules(theirs: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` of the modules' layers, by the names that DeepSeek's files have."""
+    """``tensors`` of the modules' layers, under the names in DeepSeek's files."""
     named = {}
     for name, tensor in tensors.items():
         layer, _, rest = name.partition(".")

@@ -54,7 +54,7 @@ LLAMA = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# a window of 5, which 16 tokens show; without a token of padding, whose embedding transformers would not train
+# a window of 5, which 16 tokens exceed; without a padding token, whose embedding transformers would not train
 GEMMA = LLAMA | {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20, "pad_token_id": None}
 GPT2 = {
     "vocab_size": 61,
@@ -68,7 +68,7 @@ GPT2 = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# rope_parameters of transformers, whose original lengths are short enough for 16 tokens to show them
+# rope_parameters of transformers, with original lengths short enough for 16 tokens to be affected
 ROPE_SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
@@ -89,7 +89,7 @@ ROPE_SCALINGS = {
         "mscale_all_dim": 0.7,
         "truncate": False,
     },
-    # but for the length, that of DeepSeek-V3 and V2
+    # as in DeepSeek-V3 and V2, except for the length
     "yarn of DeepSeek-V3": {
         "rope_type": "yarn",
         "factor": 40.0,
@@ -122,7 +122,7 @@ def llama(**fields: Any) -> PreTrainedModel:
 
 
 def scaled(name: str, base: float = 100.0) -> dict[str, Any]:
-    """Fields of a model with the rotary positions ``name``."""
+    """Fields of a model with the rotary scaling ``name``."""
     rope = ROPE_SCALINGS[name]
     longest = rope["factor"] * rope.get("original_max_position_embeddings", 64)
     return {"rope_parameters": {**rope, "rope_theta": base}, "max_position_embeddings": int(longest)}
@@ -174,7 +174,7 @@ def qwen3_moe(**fields: Any) -> PreTrainedModel:
 
 
 def gpt_oss(**fields: Any) -> PreTrainedModel:
-    # a window and positions that 16 tokens show, and a clamp that some features reach
+    # a window and positions short enough for 16 tokens, and a clamp that some features reach
     shown = {"head_dim": 12, "sliding_window": 5, "swiglu_limit": 0.3, **scaled("yarn")}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return with_experts(GptOssForCausalLM, GptOssConfig(**LLAMA | shown | experts | fields))
@@ -260,7 +260,7 @@ def assert_bitwise(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
-    """Logits to 1e-5; the loss and each of its gradients too, relative to their size. All in float32."""
+    """Compares logits to 1e-5, and the loss and each of its gradients relative to their size. All in float32."""
     ours = same_as_ours(theirs, architecture)
     tokens, labels = torch.randint(theirs.config.vocab_size, (2, 3, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -279,7 +279,7 @@ def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
 
 
 def randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Noise on what training changes of its files: a fresh model's norms are all ones, and its biases all zeros."""
+    """Adds noise to the trainable tensors: a fresh model's norms are all ones, and its biases all zeros."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -289,6 +289,6 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def saved_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers that its files hold."""
+    """The buffers that its files contain."""
     in_files = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in in_files}

@@ -59,7 +59,7 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Case:
-    """One of our families, theirs, and fields that its config.json may have."""
+    """One of our families, their model, and fields that its config.json may have."""
 
     family: Family
     model: type[PreTrainedModel]
@@ -122,7 +122,7 @@ def ours_of(theirs: PreTrainedModel, family: Family) -> BertModel:
 
 
 def batch_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tokens, types, mask, labels [3, 12]; tokens that are no padding, whose vectors theirs would not train."""
+    """tokens, types, mask, labels [3, 12]; tokens without the padding token, whose embedding theirs would not train."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(2, 61, (3, 12), generator=generator)
     types = torch.randint(case.build().config.type_vocab_size, (3, 12), generator=generator)
@@ -133,7 +133,7 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def losses_of(case: Case, theirs: PreTrainedModel, ours: BertModel) -> tuple[Tensor, Tensor]:
-    """Their loss and ours: the mean over masked tokens, and that of texts besides."""
+    """Their loss and ours: the mean over masked tokens, plus the mean over texts."""
     tokens, types, mask, labels = batch_of(case)
     given = {"attention_mask": mask.long(), "token_type_ids": types}
     classes = torch.tensor([1, 0, 1])

@@ -24,7 +24,7 @@ PEER = peers.PEERS["deepseek_v3"]
 def test_absent_fields_have_the_defaults_of_transformers(name):
     peer = peers.PEERS[name]
     sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 5}
-    # their V2 has no number of experts for a token, and their V3 128 heads of keys
+    # their V2 has no default for num_experts_per_tok, and their V3 defaults to 128 key heads
     required = {**sizes, "num_attention_heads": 4, "num_experts_per_tok": 8}
     theirs = peer.config(**required, num_key_value_heads=4).to_dict()
     found = peer.family.config_from_hf({"model_type": name, **required})
@@ -34,7 +34,7 @@ def test_absent_fields_have_the_defaults_of_transformers(name):
     )
 
 
-# of deepseek-ai/DeepSeek-V3, but for the quantization of its files, and of deepseek-ai/DeepSeek-V2
+# deepseek-ai/DeepSeek-V3, without the quantization of its files, and deepseek-ai/DeepSeek-V2
 PUBLISHED_V3 = """{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
     "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "bos_token_id": 0,
     "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
@@ -88,7 +88,7 @@ def test_the_published_config_is_the_published_model(family, published, num_laye
     sizes = {"ffn_hidden_size": F, "shared_ffn_hidden_size": shared, "layers": layers}
     assert config.moe == TransformerConfig(**SHAPE, moe=moe | sizes).moe
     assert (config.rope.scaling.mscale, config.rope.scaling.mscale_all_dim) == (mscale, mscale)
-    assert config.mtp is None  # of the config alone
+    assert config.mtp is None  # the config alone
     if family is DEEPSEEK_V3:
         found = family.config_from_hf(json.loads(published), ["model.layers.61.eh_proj.weight"])
         assert found.mtp.num_modules == 1

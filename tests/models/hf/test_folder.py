@@ -38,7 +38,7 @@ def test_an_architecture_that_we_do_not_have_is_refused():
 
 
 def test_of_hundreds_of_tensors_that_do_not_fit_the_first_are_told_and_the_rest_counted(tmp_path):
-    peers.llama().save_pretrained(tmp_path)  # 2 layers of 9 tensors, and 3
+    peers.llama().save_pretrained(tmp_path)  # 2 layers of 9 tensors, plus 3
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 21}))
     with pytest.raises(CheckpointError, match=r"and 121 more$") as refusal:
@@ -150,7 +150,7 @@ def test_a_damaged_folder_is_refused_by_the_name_of_the_file(folder, damage, mes
 
 
 class Counting(LocalStore):
-    """A folder that notes how many bytes of safetensors are read after its headers."""
+    """A folder that counts the bytes of safetensors read after their headers."""
 
     read_bytes: ClassVar[list[int]] = []
 

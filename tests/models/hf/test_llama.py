@@ -56,7 +56,7 @@ def test_config_comes_back_and_builds_their_model(fields):
 def test_biases_of_attention_without_a_word_on_the_mlp_are_of_attention_alone():
     theirs = peers.llama(attention_bias=True)
     hf_config = theirs.config.to_dict()
-    del hf_config["mlp_bias"]  # which configs of older versions of transformers do not have
+    del hf_config["mlp_bias"]  # which configs of older transformers versions lack
     config = LLAMA.config_from_hf(hf_config)
     ours = GPTModel(config)
     ours.load_state_dict(LLAMA.from_hf(theirs.state_dict(), config))

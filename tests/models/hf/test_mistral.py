@@ -28,7 +28,7 @@ def test_absent_fields_have_the_defaults_of_transformers_and_nulls_are_not_absen
     nulls = {"num_key_value_heads": None, "sliding_window": None}
     of_nulls = MISTRAL.config_from_hf(bare | nulls)
     assert (of_nulls.num_query_groups, of_nulls.attention.window) == (16, None)
-    # transformers 4 takes a null for as many groups as heads, and transformers 5 refuses it
+    # transformers 4 reads null as one group per head; transformers 5 refuses it
     theirs = MistralConfig(**required, num_key_value_heads=16, sliding_window=None)
     assert of_nulls == MISTRAL.config_from_hf(theirs.to_dict())
 

@@ -66,7 +66,7 @@ def test_names_and_shapes_are_those_of_experts_with_the_buffers_of_their_routers
         model = GPTModel(config)
     assert state_shapes(config) == {name: tuple(tensor.shape) for name, tensor in state_tensors(model).items()}
     assert parameter_shapes(config) == {name: tuple(each.shape) for name, each in model.named_parameters()}
-    assert len(buffer_shapes(config)) == (2 if router else 0)  # of layer 1 and of the module
+    assert len(buffer_shapes(config)) == (2 if router else 0)  # in layer 1 and in the module
 
 
 def test_a_vocabulary_of_unknown_size_is_refused():

@@ -45,7 +45,7 @@ FIELDS = {
             "hidden_size": 30,
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
-            "head_dim": 10,  # their yarn takes no null
+            "head_dim": 10,  # their yarn does not accept null
             "intermediate_size": 17,
             **peers.scaled("yarn"),
         },

@@ -32,7 +32,7 @@ def test_it_has_the_shape_of_the_published_config(name):
     assert {field: found[field] for field in read} == read
 
 
-# billions, from papers and model cards: total, active, and whether the latter exclude the embedding
+# billions, from papers and model cards: total, active, and whether active excludes the embedding
 COUNTS = {
     "mixtral-8x7b": (46.7, 12.9, False),
     "qwen3-30b-a3b": (30.5, 3.3, False),
@@ -55,7 +55,7 @@ def test_it_has_the_published_number_of_parameters_and_of_active_ones(name):
     of_token -= without_embedding * V * config.hidden_size
     digits = 0 if name == "deepseek-v3" else 1
     assert round(counted / 1e9, digits) == total
-    # they round down: 3.35 is 3.3, 37.6 is 37 and 2.45 is 2.4
+    # they round down: 3.35 is given as 3.3, 37.6 as 37 and 2.45 as 2.4
     assert active <= of_token / 1e9 < active + 10**-digits or round(of_token / 1e9, 1) == active
 
 

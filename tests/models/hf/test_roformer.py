@@ -53,7 +53,7 @@ def test_other_heads_are_refused_by_name(other):
 
 
 def saved(folder, dtype=torch.float32):
-    """A folder of theirs, and its tensors."""
+    """Saves their model; returns the folder and its tensors."""
     torch.manual_seed(0)
     RoFormerForMaskedLM(RoFormerConfig(**SHAPE)).to(dtype).save_pretrained(folder)
     return load_file(folder / "model.safetensors")

@@ -59,7 +59,7 @@ of_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def settings_of(theirs: T5ForConditionalGeneration, family: Family) -> TransformerConfig:
-    """Theirs keep no tensor for a tied head, whatever the class of their config says."""
+    """Theirs saves no tensor for a tied head, whatever default their config class has."""
     return family.config_from_hf(theirs.config.to_dict(), theirs.state_dict().keys() - {"lm_head.weight"})
 
 
@@ -71,7 +71,7 @@ def ours_of(theirs: T5ForConditionalGeneration, family: Family) -> T5Model:
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """tokens [3, 20], decoder tokens and labels [3, 14], and the masks of both rows."""
+    """tokens [3, 20], decoder tokens and labels [3, 14], and the masks of both sequences."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(2, 61, (3, 20), generator=generator)
     decoder_tokens, labels = torch.randint(2, 61, (2, 3, 14), generator=generator)
@@ -148,7 +148,7 @@ def test_an_exported_folder_loads_there_without_a_word_and_comes_back(case, tmp_
 
 
 def untied_folder(tmp_path) -> tuple[T5ForConditionalGeneration, dict[str, Tensor]]:
-    """A FLAN-T5 as Google's files are, with a head of its own, written to ``tmp_path``; and its tensors."""
+    """Writes a FLAN-T5 like Google's files, with its own head, to ``tmp_path``; also returns its tensors."""
     theirs = CASES["flan-t5"].build()
     head = torch.randn(61, 32, generator=torch.Generator().manual_seed(4))
     copies = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}

@@ -276,12 +276,12 @@ def test_elements_that_reach_a_byte_beyond_their_part_of_a_file_are_refused(fold
     tensor = read_tensors(open_store(folder))["embedding.word_embeddings.weight"]
     chunk = tensor.chunks[0]
     content = bytearray((folder / chunk.file).read_bytes())
-    assert chunk.stop < len(content)  # the next part's bytes would be read for its own
+    assert chunk.stop < len(content)  # the bytes of the next part would be read in its place
     with zipfile.ZipFile(io.BytesIO(content[chunk.start : chunk.stop])) as archive:
         [elements] = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     name_length, extra_length = chunk.start + elements.header_offset + 26, chunk.start + elements.header_offset + 28
     end_of_header = extra_length + 2 + int.from_bytes(content[name_length:extra_length], "little")
-    # Python's zipfile reads it from the directory at the end, not from here
+    # Python's zipfile reads it from the central directory at the end, not from here
     content[extra_length : extra_length + 2] = (chunk.stop + 1 - elements.file_size - end_of_header).to_bytes(
         2, "little"
     )
@@ -350,7 +350,7 @@ def read_all(folder):
 
 
 def rewrite_places(folder, **changed):
-    """Says of every tensor that it is elsewhere."""
+    """Rewrites the metadata so that every tensor is stored elsewhere."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
         vars(info).update(changed)

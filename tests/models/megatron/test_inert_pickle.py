@@ -35,7 +35,7 @@ def test_plain_values_and_fields_of_objects_are_read_in_every_protocol_of_torch(
     point = found.pop("point")
     assert origin_of(point).endswith(".Point")
     assert point.fields() == {"x": 1, "y": (2, 3)}
-    if protocol < 3:  # bytes are written as a call there
+    if protocol < 3:  # these protocols write bytes as a call
         assert isinstance(found.pop("bytes"), Inert)
         given.pop("bytes")
     given.pop("point")
@@ -104,8 +104,8 @@ def test_a_namespace_is_its_fields():
         b"I" + b"9" * 5000 + b"\n.",
         b"(" * 100_000 + b".",
         b"]" * 100_000 + b"a" * 200_000 + b".",
-        b"\x80\x02X\x01",  # cut
-        b"}N" + b"\x85" * 300_000 + b"Ns.",  # a key of tuples in tuples, whose hash overflows the stack
+        b"\x80\x02X\x01",  # truncated
+        b"}N" + b"\x85" * 300_000 + b"Ns.",  # a key of nested tuples, whose hash overflows the stack
         b"(N" + b"\x85" * 300_000 + b"Nd.",
         b"(N" + b"\x85" * 300_000 + b"\x91.",
         b"ca\nb\nq\0" + b"h\0)\x81" * 100_000 + b".",  # an object for each 4 bytes

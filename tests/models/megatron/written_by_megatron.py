@@ -64,7 +64,7 @@ def _without_gpu():
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *args: None
     ones = torch.ones
-    torch.ones = lambda *sizes, device=None, **options: ones(*sizes, **options)  # for the mask of a window
+    torch.ones = lambda *sizes, device=None, **options: ones(*sizes, **options)  # for the window mask
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoRandomStates(), True
     writer, results = filesystem_async.FileSystemWriterAsync, queue.Queue()
 
@@ -83,7 +83,7 @@ def _without_gpu():
 
 
 def _arguments(kind):
-    """Those of Megatron's training script that say what the model is, and some that do not."""
+    """The arguments of Megatron's training script that define the model, and some that do not."""
     common = {
         "num_layers": LAYERS,
         "hidden_size": HIDDEN,
