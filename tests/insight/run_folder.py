@@ -54,7 +54,7 @@ ABOUT = {
 
 
 def record(step: int, **fields: object) -> dict[str, object]:
-    """A training record of the run below, with ``fields`` in place of its own."""
+    """A training record of the run below, with ``fields`` replaced."""
     noise = np.random.default_rng(step)
     tensor_parallel = step > 584
     lr = 3e-3 * min(step / 40, 1, max(0.02, (730 - step) / 146))
@@ -85,7 +85,7 @@ def record(step: int, **fields: object) -> dict[str, object]:
 
 
 def write_run(folder: Path, steps: int = 730) -> Path:
-    """Everything that a report can show, in ``folder``."""
+    """Writes a run folder with everything that a report can show."""
     with MetricsWriter(folder, resumed_step=0) as metrics:
         for step in range(1, steps + 1):
             if step % 4 == 0 or step in (1, 2, steps):

@@ -11,7 +11,7 @@ from megalith.insight.baselines import InterpolatedBigram, PairCounts, baseline_
 
 
 class Documents:
-    """Tokens cut into documents, as an IndexedDataset offers them."""
+    """Tokens cut into documents, with the interface of an IndexedDataset."""
 
     def __init__(self, *documents):
         self.documents = [np.asarray(document, np.uint16) for document in documents]
@@ -25,7 +25,7 @@ TRANSITIONS = np.array([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8], [0.45, 0.5, 0.05]])
 
 
 def markov_chain(count, seed):
-    """Tokens of a chain with TRANSITIONS."""
+    """Tokens sampled from a Markov chain with TRANSITIONS."""
     draws = np.random.default_rng(seed).random(count)
     bounds = TRANSITIONS.cumsum(axis=1)
     tokens = [0]
@@ -41,7 +41,7 @@ def model_of(tokens, vocab_size, weight=0.5):
 
 def test_probabilities_worked_out_by_hand():
     model = model_of([0, 1, 0, 1, 0, 2], vocab_size=4, weight=0.25)
-    # predicted: 0 twice, 1 twice, 2 once, 3 never; five in all, and four entries
+    # predicted tokens: 0 twice, 1 twice, 2 once, 3 never; five in total, and a vocabulary of four
     assert model.unigram(np.arange(4)).tolist() == [3 / 9, 3 / 9, 2 / 9, 1 / 9]
     previous, tokens = np.array([0, 0, 0, 1, 2]), np.array([1, 2, 3, 0, 1])
     want = [
@@ -56,7 +56,7 @@ def test_probabilities_worked_out_by_hand():
 
 def test_probabilities_sum_to_one_and_none_is_zero():
     V = 30
-    tokens = np.random.default_rng(0).zipf(1.5, 500) % (V - 3)  # three entries never occur
+    tokens = np.random.default_rng(0).zipf(1.5, 500) % (V - 3)  # three ids never occur
     model = model_of(tokens, V, weight=0.9)
     previous, following = (side.ravel() for side in np.meshgrid(np.arange(V), np.arange(V), indexing="ij"))
     table = model.bigram(previous, following).reshape(V, V)
@@ -77,7 +77,7 @@ def test_counts_of_pieces_add_up_to_the_counts_of_the_whole():
 
 def test_the_fitted_weight_is_the_likeliest():
     tokens = np.random.default_rng(2).zipf(1.3, 4000) % 40
-    tokens[1::3] = (tokens[::3] * 7 % 40)[: len(tokens[1::3])]  # a third follows from what precedes
+    tokens[1::3] = (tokens[::3] * 7 % 40)[: len(tokens[1::3])]  # a third of the tokens follow from the preceding one
     counted = model_of(tokens[:2000], 40)
     previous, following = tokens[2000:-1], tokens[2001:]
 
@@ -91,7 +91,7 @@ def test_the_fitted_weight_is_the_likeliest():
 
 
 def test_losses_on_a_markov_chain_are_its_entropies():
-    # the stationary distribution p solves p = p T; the rate is sum p(v) H(T[v]) (Shannon 1948, section 7)
+    # the stationary distribution p solves p = p T; the entropy rate is sum p(v) H(T[v]) (Shannon 1948, section 7)
     values, vectors = np.linalg.eig(TRANSITIONS.T)
     p = np.real(vectors[:, np.argmax(np.real(values))])
     p /= p.sum()

@@ -15,7 +15,7 @@ FILES = [Path(f"/usr/lib/python3/{folder}/{number}.py") for folder in ("a", "b")
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A standard library of any size, in the layout that Debian, pyenv and conda share."""
+    """A standard library of any size, in the directory layout of Debian, pyenv and conda."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: {"stdlib": str(tmp_path)}[name])
     monkeypatch.setattr(corpus, "_SMALLEST", 100)
     for path in (

@@ -17,7 +17,7 @@ TINY = {
 
 
 def launch_in_the_pool(num_ranks: int, arguments: list[str], *where_and_how: object, **more: object) -> int:
-    """In place of ``launch``, whose ranks take seconds to start; tests/resilience/test_deaths.py tests that one."""
+    """Replaces ``launch``, whose ranks take seconds to start and which tests/resilience/test_deaths.py tests."""
     return max(found.code for found in ranks(num_ranks, here, *arguments))
 
 
@@ -36,7 +36,7 @@ def test_it_trains_changes_its_layout_measures_and_shows(tmp_path, monkeypatch):
     assert [record["step"] for record in records] == list(range(1, 101))
     assert [record["layout"] for record in records] == ["tp1 dp2"] * 80 + ["tp2 dp1"] * 20
     assert records[-1]["loss"] < records[0]["loss"] - 1.0
-    assert abs(records[80]["loss"] - records[79]["loss"]) < 1.0  # one curve
+    assert abs(records[80]["loss"] - records[79]["loss"]) < 1.0  # the loss curve continues
     said = "\n".join(lines)
     for words in ("corpus: 60 files", "held out", "dtype", "samples", "interpolated bigram", "report.html"):
         assert words in said, words

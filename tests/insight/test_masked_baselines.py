@@ -17,7 +17,7 @@ def sample(labels, *masked):
 
 
 def test_accuracies_are_those_of_the_commonest_token_and_of_the_commonest_pair():
-    # 0 is the most frequent; after 1 comes 2 more often than 3, after 2 always 0, after 0 more often 0 than 1
+    # 0 is the most frequent; after 1, 2 is more frequent than 3; after 2 always 0; after 0, 0 is more frequent than 1
     train = Documents([0, 0, 0, 0, 1, 2, 0, 1, 2, 0, 1, 3] * 4)
     samples = [sample([1, 2, 0, 0], 1, 2), sample([1, 3, 0], 1), sample([2, 0, 0, 1], 3)]
     found = masked_baselines(train, samples, 4)

@@ -189,7 +189,7 @@ def test_numbers_of_a_step_are_medians_that_agree_with_each_other(whole, tmp_pat
     assert "4.10k" in text
     assert "1.2 s" not in text  # the mean step
     page = page_with(tmp_path / "even", *(record(step, tokens_per_second=1000.0 * step) for step in range(1, 5)))
-    assert "Tokens per second\n2.50k" in page.text  # the mean of the two in the middle
+    assert "Tokens per second\n2.50k" in page.text  # the mean of the two middle values
 
     text = page_of(whole).text
     assert "34 s of it waiting for the compiler" in text
@@ -221,7 +221,7 @@ def test_the_loss_says_how_it_is_smoothed_and_is_enlarged_after_its_fall(whole, 
     assert "From step 144 on, enlarged" in text
     assert "interpolated bigram 3.21" in section(page_of(whole).html, "Loss").partition("enlarged</h3>")[2]
     assert "unigram 5.87" not in section(page_of(whole).html, "Loss").partition("enlarged</h3>")[2].replace("inter", "")
-    # a loss that has not fallen is not drawn twice, and few values are not smoothed
+    # a loss that has not fallen is not drawn twice, and short series are not smoothed
     flat = [record(step, loss=3.0 + step % 2) for step in range(1, 61)]
     assert "enlarged" not in page_with(tmp_path / "flat", *flat).text
     few = page_with(tmp_path / "few", *(record(step) for step in range(1, 11))).text
@@ -257,7 +257,7 @@ def test_a_span_that_takes_nearly_all_of_a_step_leaves_the_others_readable(tmp_p
     time = {"data": 0.004, "forward-backward": 0.98, "optimizer": 0.012}
     page = page_with(tmp_path / "run", *(record(n, step_seconds=1.0, time=time, between={}) for n in range(3, 9)))
     assert "all but forward-backward (1.6%), enlarged" in page.text
-    assert "98.4%" in page.text  # of what was measured
+    assert "98.4%" in page.text  # of the measured time
     assert "0.4%" in page.text
     assert "1.2%" in page.text
 
@@ -273,7 +273,7 @@ def test_losses_that_are_not_finite_are_said(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "tile"),
     [
-        (math.nan, "Held-out loss\nnan\nTraining loss"),  # a perplexity would be a false number
+        (math.nan, "Held-out loss\nnan\nTraining loss"),  # a perplexity would be wrong
         (2.0, "Held-out loss\n2.000\nperplexity 7.4"),
         (25.0, "Held-out loss\n25.000\nperplexity 7.2e+10"),
         (800.0, "Held-out loss\n800.000\nperplexity inf"),

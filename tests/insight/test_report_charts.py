@@ -26,7 +26,7 @@ def texts(drawn):
 def test_names_of_levels_and_marks_are_text_in_the_drawing():
     drawn = svg(chart(levels=[Level("unigram", 3.5)], marks=[Mark(2.5, "tp1 dp2 → tp2 <dp1>")]), 600, 300)
     assert "unigram 3.5" in texts(drawn)
-    assert "tp1 dp2 → tp2 <dp1>" in texts(drawn)  # as the parser gives it back: escaped in the source
+    assert "tp1 dp2 → tp2 <dp1>" in texts(drawn)  # unescaped by the parser: escaped in the source
     assert ElementTree.fromstring(drawn).get("aria-label") == 'a "loss" < 3'
 
 
@@ -105,11 +105,11 @@ def test_the_figures_of_pyplot_and_its_settings_are_left_alone():
 def test_smoothing_keeps_a_straight_line_and_passes_over_gaps():
     line = np.linspace(5.0, 1.0, 300)
     np.testing.assert_allclose(smoothed(line)[:-5], line[:-5], rtol=1e-12)
-    assert smoothed(line)[-1] == pytest.approx(line[-6:].mean())  # the last window has no other side
+    assert smoothed(line)[-1] == pytest.approx(line[-6:].mean())  # the last window is one-sided
     holes = line.copy()
     holes[100:103] = [math.nan, math.inf, math.nan]
     np.testing.assert_allclose(smoothed(holes)[:-5], line[:-5], atol=0.03)
-    # by hand: 120 values are averaged over two on each side, in the middle
+    # by hand: in the middle, each of 120 values is averaged with two on each side
     assert smoothed([0.0] * 60 + [5.0] + [0.0] * 59)[57:64] == [0, 1, 1, 1, 1, 1, 0]
     assert str(smoothed([math.nan])) == "[nan]"
 

@@ -16,12 +16,12 @@ from tests.tiny_run import settings
 from tests.training.outcomes import run_here
 
 E, STEPS = 8, 4
-LEFT, ROW = 56.0, 16.0  # pixels: where cells begin, and the height of a row
+LEFT, ROW = 56.0, 16.0  # pixels: left edge of the cells, height of a row
 CELL = re.compile(r"M([\d.]+) (\d+)h[\d.]+v\d+h-[\d.]+z")
 
 
 def shade(load: float) -> str:
-    """The class of a cell, by the legend of the card."""
+    """The CSS class of a cell, from the legend of the card."""
     if load == 0:
         return "load-none"
     for limit, name in ((0.5, "low"), (0.9, "less"), (1.1, "even"), (2.0, "more"), (4.0, "high")):
@@ -51,14 +51,14 @@ def test_each_cell_of_the_heat_maps_is_the_load_in_metrics_jsonl(tmp_path):
     tree = settings(tmp_path, model=model, train={"steps": STEPS})
     ranks(1, run_here, tree, 1)
     run = Path(tree["run"])
-    page_of(run)  # every tag is closed
+    page_of(run)  # fails unless every tag is closed
     html = write_report(run).read_text(encoding="utf-8")
     svgs = [ElementTree.fromstring(text) for text in re.findall(r'<svg class="heat".*?</svg>', html, re.S)]
     records = [(record["step"], record["experts"]["layers"]) for record in read_metrics(run) if "experts" in record]
     step, last = records[-1]
     assert [layer["layer"] for layer in last] == [1, 2]
     worst = max(last, key=lambda layer: layer["max_violation"])["layer"]
-    by_layer, over_time = svgs[:3], svgs[3:]  # for three window widths each
+    by_layer, over_time = svgs[:3], svgs[3:]  # each for three window widths
     assert len(over_time) == 3
     want = {(row, expert): shade(load) for row, layer in enumerate(last) for expert, load in enumerate(layer["load"])}
     assert len(set(want.values())) > 2
@@ -73,7 +73,7 @@ def test_each_cell_of_the_heat_maps_is_the_load_in_metrics_jsonl(tmp_path):
 
 def test_a_dead_expert_is_seen_in_a_cell_of_several(tmp_path):
     load = torch.full((256,), 100)
-    load[130], load[7] = 0, 1000  # in ranges of four neighbours, 32 and 1
+    load[130], load[7] = 0, 1000  # in ranges of four neighbours: ranges 32 and 1
     experts = experts_record(RoutingTotals(loads={0: load}))
     with MetricsWriter(tmp_path, resumed_step=0) as metrics:
         metrics.write({"step": 1, "loss": 1.0, "experts": experts})
@@ -85,7 +85,7 @@ def test_a_dead_expert_is_seen_in_a_cell_of_several(tmp_path):
     for svg in svgs[:3]:
         found = cells(svg, 64)
         assert f"the highest is {1000 / mean:.2f} times the mean" in svg.attrib["aria-label"]
-        # the mean of 0 and three times 100 hides nothing
+        # the mean of 0 and three times 100 would hide the 0
         assert (found[0, 32], found[0, 32, "edge"]) == ("load-less", "load-none")
         assert (found[0, 1], found[0, 1, "edge"]) == ("load-high", "load-even")
         assert len(found) == 2 * 64

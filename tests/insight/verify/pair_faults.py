@@ -61,7 +61,7 @@ def number_tokens_from_zero_in_later_stages() -> Any:
 
 
 def place(groups: ProcessGroupCollection, axis: str) -> tuple[int, int]:
-    """This rank's index on an axis, and its size. The shards of a mesh span cp, whose ranks are next to each other."""
+    """This rank's index on an axis, and the size of the axis. The shards of a mesh include cp, which varies fastest."""
     if axis in ("cp", "pp"):
         return groups.rank(axis), groups.size(axis)
     assert groups.mesh is not None
@@ -79,7 +79,7 @@ def let_the_first_speak_for_all(axis: str, beside: str) -> Any:
     return patch.object(ProcessGroupCollection, "speaks_for_tokens", property(first_speaks))
 
 
-# two axes: a mistake that needs both
+# two axes: a fault that needs both
 PAIR_FAULTS: dict[tuple[str, str], Fault] = {
     ("tensor", "context"): forget_which_heads_a_rank_has_where_rows_are_split,
     ("tensor", "pipeline"): sum_tied_embeddings_once_for_each_rank_of_tp,

@@ -19,7 +19,7 @@ Fault = Callable[[], Any]
 
 _compare = proof._compare
 
-# tied weights, biases, dropout and learned positions: most mistakes show in one of them
+# tied weights, biases, dropout and learned positions: most mistakes affect one of them
 GPT2_RECIPE: dict[str, Any] = {
     "model": {**GPT2, "num_attention_heads": 8, "num_layers": 4},
     "data": {"train": "nowhere", "seq_length": 64},
@@ -30,7 +30,7 @@ GPT2_RECIPE: dict[str, Any] = {
 
 
 def begin(tree: dict[str, Any], world_size: int, folder: Path) -> Proof:
-    """The proof of the recipe ``tree`` on so many ranks."""
+    """The proof of the recipe ``tree`` on ``num_ranks`` ranks."""
     config = load_run(tree, world_size=world_size)
     layout = config.parallel.layout(world_size)
     shown = degrees_to_show(config, layout)
@@ -38,13 +38,13 @@ def begin(tree: dict[str, Any], world_size: int, folder: Path) -> Proof:
 
 
 def found_with(fault: Fault, prepared: Proof, case: Case) -> tuple[Result, Result]:
-    """The result of ``case`` with ``fault`` in every rank, and of the smallest layout that shows it."""
+    """The result of ``case`` with ``fault`` injected in every rank, and of the smallest layout that shows it."""
     with patch.object(proof, "_compare", partial(compare_with, fault)):
         result = prepared.run(case)
         return result, result if result.same else narrowed(prepared, result)
 
 
 def compare_with(fault: Fault, *arguments: Any) -> Any:
-    """What a rank does, with ``fault`` in it."""
+    """What a rank runs, with ``fault`` injected."""
     with fault():
         return _compare(*arguments)

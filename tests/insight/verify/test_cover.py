@@ -26,7 +26,7 @@ def shown_of(num_query_groups: int = 8, **parallel: object) -> dict[str, tuple[i
     return degrees_to_show(config, Layout.resolve(**degrees))
 
 
-OF_RANKS = AXES[:5]  # and those of experts, which are folded over them
+OF_RANKS = AXES[:5]  # without the axes of experts, which are folded over them
 
 
 @pytest.mark.parametrize("num_axes", range(6))

@@ -33,10 +33,10 @@ CLASSIFICATION = {
     "data": {"train": "nowhere", "seq_length": 64},
 }
 SPANS = {**PRETRAINING, "model": {**t5.T5, "num_attention_heads": 8, "num_query_groups": 8, "num_layers": 4}}
-# of its weights, stages share only the table of a stack that is split
+# the only weight that stages share is the position-bias table of a stack that is split across stages
 UNTIED = {**SPANS, "model": {**SPANS["model"], "tie_word_embeddings": False, "multipliers": {}}}
 SEQUENCE = {"tensor": 2, "sequence": True}
-# settings, the layout, and a mistake that is found in it
+# settings, the layout, and a fault that is found in it
 PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any], Fault]] = {
     "pretraining, padding": (PRETRAINING, {"shard": 2}, let_tokens_attend_to_padding),
     "pretraining, masks": (PRETRAINING, SEQUENCE, draw_masks_by_the_rank),
@@ -53,7 +53,7 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any], Fault]] = {
     "T5, distances": (SPANS, {"context": 2}, t5.take_distances_within_a_block),
     "T5, gathered keys": (SPANS, {"context": 2}, t5.keep_a_ranks_gradient_of_gathered_keys),
 }
-# in rows that cp splits, of an encoder and a decoder; mistakes with one stack alone are in test_bert_layouts.py
+# with an encoder and a decoder whose rows cp splits; faults of a single stack are in test_bert_layouts.py
 FAST = {"T5, gathered keys"}
 
 

@@ -18,7 +18,7 @@ from tests.training import test_zero_bubble as zero_bubble
 
 TENSOR, PIPELINE = {"tensor": 2}, {"pipeline": 2}
 IN_MAKE_TEST = ("zb_v",)  # the one whose fault is between two stages
-CHUNK = 7  # tokens: of the 64 of a small micro-batch several, and a part of one
+CHUNK = 7  # tokens: the 64 of a small micro-batch make several chunks and a partial one
 
 
 def take_the_fused_loss_by_chunks() -> Any:
@@ -48,7 +48,7 @@ def forget_that_ranks_project_tokens_of_their_own() -> Any:
     return patch.object(layers, "local", lambda weight, partial=False: local(weight))
 
 
-# settings, what each rank does besides, a case, and a mistake
+# settings, what each rank does in addition, a case, and a fault
 FEATURES: dict[str, tuple[dict[str, Any], Fault, Case, Fault]] = {
     "zero_bubble": (
         {"parallel": {**PIPELINE, "schedule": "zero_bubble"}},

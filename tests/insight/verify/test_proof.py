@@ -50,7 +50,7 @@ def test_the_record_of_one_process_is_in_causal_order(prepared):
 
 
 def parts_of_tokens(tree: dict[str, Any]) -> dict[str, list[int]]:
-    """The tokens of each module's entry in the record of this rank, in the first step."""
+    """The tokens of each module's entry in this rank's record of the first step."""
     record = record_steps(load_run(tree, world_size=torch.distributed.get_world_size()))
     return {key.name: record[key].tokens.tolist() for key in record if key[:2] == (1, "module")}
 
@@ -96,7 +96,7 @@ def test_what_no_rank_has_is_wrong(prepared):
 
 
 def scale_the_output_of_mlp_for_others() -> Any:
-    """What hooks of ``mlp`` see is off; what its layer computes with is not."""
+    """Hooks of ``mlp`` see a wrong output; its layer computes with the right one."""
     add = _ModuleRecorder._add
 
     def scaled(self: Any, what: str, x: object) -> None:

@@ -18,11 +18,11 @@ Fault = Callable[[], Any]
 
 EMBEDDED = "the output of model.embed_tokens"
 INTO_LAYERS = "the input of model.layers.0"
-# what attention gives; under tp only its projection is a whole row of the residual stream
+# the output of attention; under tp, only that of its projection is a whole row of the residual stream
 ATTENDED = "the input of model.layers.0.self_attn.o_proj"
 PROJECTED = "the output of model.layers.0.self_attn.o_proj"
 LOSS, NORM = "the loss", "the norm of all gradients"
-# a mistake with one axis: what differs first
+# a fault of one axis: what differs first
 NAMED: dict[Fault, str] = {
     other.never_reduce_row_parallel_outputs: EMBEDDED,
     other.never_reduce_input_gradients: "gradient of model.norm.weight",
@@ -67,7 +67,7 @@ PAIRS_NAMED = {
     ("tensor", "shard"): EMBEDDED,
     ("context", "pipeline"): "the input of model.layers.1.self_attn.o_proj",
 }
-# mistakes in micro-batches, which one rank has too
+# faults in micro-batching, which one rank has too
 ON_ONE_RANK = {other.number_rows_by_rank, context.number_tokens_for_dropout_on_each_rank_from_zero}
 IN_MAKE_TEST = {other.never_reduce_input_gradients, ("tensor", "pipeline")}
 slow = pytest.mark.slow
@@ -75,7 +75,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def proofs(tmp_path_factory) -> Callable[[dict[str, Any]], Proof]:
-    """The proof for a layout, made once."""
+    """The proof for a layout, created once."""
     made: dict[str, Proof] = {}
 
     def proof_of(parallel: dict[str, Any]) -> Proof:
@@ -89,7 +89,7 @@ def proofs(tmp_path_factory) -> Callable[[dict[str, Any]], Proof]:
 
 
 def what_differs_first(fault: Fault, prepared: Proof, degrees: dict[str, int]) -> tuple[set[str], str]:
-    """The axes of the smallest layout that shows ``fault``, and what is named."""
+    """The axes of the smallest layout that shows ``fault``, and what is reported as the first difference."""
     ordered = {axis: degrees[axis] for axis in AXES if axis in degrees}
     result, fewest = found_with(fault, prepared, Case(ordered, "float64", "reference"))
     assert not result.same
@@ -106,13 +106,13 @@ def what_differs_first(fault: Fault, prepared: Proof, degrees: dict[str, int]) -
 def test_a_mistake_with_one_axis_is_named(fault, proofs):
     parallel = {**other.FAULTS, **context.CONTEXT_FAULTS}[fault]
     [axis] = parallel.keys() & set(AXES)
-    # beside an axis that has nothing to do with it
+    # next to an axis that is unrelated to it
     beside = "replicate" if axis == "shard" else "shard"
     degrees = {axis: 2, beside: 2}
     axes, first = what_differs_first(fault, proofs({"shard": 1, **parallel, beside: 2}), degrees)
     if fault in ON_ONE_RANK:
         assert axes == set()
-    else:  # of the two axes of data parallelism either may show it
+    else:  # either axis of data parallelism may show it
         assert axes in ([{"replicate"}, {"shard"}] if axis == "shard" else [{axis}])
     assert first == NAMED[fault]
 

@@ -14,7 +14,7 @@ MOE = {"num_experts": 8, "top_k": 2, "router": {"sequence_balance": 0.1}}
 GIVEN, ROUTER = "the output of model.layers.0.mlp", "model.layers.1.mlp.gate.weight"
 EXPERT, EXPERT_TENSOR = {"shard": 2, "expert": 2}, {"shard": 2, "expert_tensor": 2}
 TENSOR = {"tensor": 2, "sequence": True, "shard": 1, "expert_tensor": 1}
-# a mistake, a recipe's layout, the axes of the smallest one that shows it, and what differs first
+# a fault, a recipe's layout, the axes of the smallest layout that shows it, and what differs first
 FAULTS: list[tuple[Fault, dict[str, Any], set[str], str]] = [
     (faults.send_tokens_to_the_next_expert, EXPERT, {"shard", "expert"}, GIVEN),
     (faults.apply_weights_in_the_order_in_which_rows_were_sent, EXPERT, {"shard", "expert"}, GIVEN),

@@ -117,7 +117,7 @@ OF_RANKS = AXES[:5]
 
 
 def drawn(source: random.Random) -> tuple[RunConfig, int] | None:
-    """A recipe of random settings and its ranks; None where they contradict each other."""
+    """A recipe with random settings, and its number of ranks; None if the settings contradict each other."""
     values = {name: source.choice(choices) for name, choices in CHOICES.items()}
     values |= {"train.global_batch_size": None if values["train.batch_size_schedule"] else 1152, "data.seq_length": 768}
     values |= {"optim.warmup_steps": 20, "optim.wsd.decay_steps": 10 if values["optim.schedule"] == "WSD" else None}
@@ -152,7 +152,7 @@ def drawn(source: random.Random) -> tuple[RunConfig, int] | None:
 
 
 def small_runs(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[RunConfig, dict[str, int]]]]:
-    """The small run of one process, and those of every layout; each is valid, or this raises."""
+    """The small run of one process, and those of every layout; raises unless each is valid."""
     layout = config.parallel.layout(world_size)
     shown = degrees_to_show(config, layout)
     rows = cover(shown)
@@ -166,7 +166,7 @@ def value(config: RunConfig, name: str) -> Any:
 
 
 def kinds_of_layers(model: TransformerConfig) -> set[tuple[bool, bool, bool]]:
-    """Which layers there are: with a window or without, with rotary positions or without, with experts or without."""
+    """The kinds of layers: with or without a window, rotary positions, experts."""
     layers = range(model.num_layers)
     rotates = [model.rope is not None and model.rope.rotates(layer) for layer in layers]
     experts = [model.moe is not None and model.moe.has_experts(layer) for layer in layers]
@@ -174,7 +174,7 @@ def kinds_of_layers(model: TransformerConfig) -> set[tuple[bool, bool, bool]]:
 
 
 def holds(config: RunConfig, world_size: int) -> None:
-    """What must be true of the small runs of any recipe."""
+    """What must hold for the small runs of any recipe."""
     large, large_layout = config.model, config.parallel.layout(world_size)
     alone, runs = small_runs(config, world_size)
     assert [value(alone, name) for name in KEPT] == [value(config, name) for name in KEPT]
@@ -229,7 +229,7 @@ def holds(config: RunConfig, world_size: int) -> None:
 
 
 def holds_of_experts(large: MoEConfig, small: MoEConfig) -> None:
-    """One expert of a token or several, all or some; one group or several; every part that there is."""
+    """As in the large model: one expert per token or several, all or some; one group or several; the same parts."""
     assert (small.top_k > 1, small.top_k < small.num_experts) == (large.top_k > 1, large.top_k < large.num_experts)
     for name in ("ffn_hidden_size", "shared_ffn_hidden_size", "latent_size", "capacity"):
         assert (getattr(small, name) is None) == (getattr(large, name) is None)
@@ -246,7 +246,7 @@ def holds_of_experts(large: MoEConfig, small: MoEConfig) -> None:
 
 
 def holds_of_heads(config: RunConfig, layout: Layout, small: TransformerConfig, tensor: int) -> None:
-    """A rank of ``tensor`` has one head or several, and one group or several, of odd or even size, as in the large."""
+    """As in the large model: a rank of ``tensor`` has one head or group or several, an odd or even number."""
     large, method = config.model, config.parallel.context_method
     assert (small.num_attention_heads > tensor) == (large.num_attention_heads > layout.tensor)
     if large.num_query_groups < layout.tensor:

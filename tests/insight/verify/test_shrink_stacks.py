@@ -24,7 +24,7 @@ RECIPE: dict[str, Any] = {
 
 
 def drawn(source: random.Random) -> tuple[RunConfig, int] | None:
-    """A T5 of random stacks over random stages, and its ranks; None where they contradict each other."""
+    """A T5 with random stacks over random stages, and its number of ranks; None if these contradict each other."""
     one = source.choice
     encoder, decoder = one([1, 3, 6, 24]), one([1, 3, 6, 24])
     parallel: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_random_stacks_and_stages_are_valid_when_they_are_small(seed):
 
 
 def places(run: RunConfig) -> set[str]:
-    """Whether the encoder, and the decoder, is on several stages, and whether a stage has both."""
+    """Whether the encoder is on several stages, whether the decoder is, and whether a stage has both."""
     encoder = run.model.num_layers
     stages = [range(stage.first, stage.last) for stage in stages_of(run, task_of(run))]
     with_encoder = {number for number, layers in enumerate(stages) if layers[0] < encoder}

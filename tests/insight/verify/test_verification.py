@@ -17,7 +17,7 @@ OVERRIDES = ["parallel.tensor=2", "parallel.replicate=2", "precision.dtype=float
 
 
 class Recorded:
-    """A proof that runs nothing: each case takes the paths that it asks for, up to one that fails."""
+    """A proof that runs nothing: each case reports the paths that it requests, up to one that fails."""
 
     def __init__(self, fails: Case | None = None) -> None:
         self.fails = fails
