@@ -40,7 +40,7 @@ def digest(x: Tensor) -> str:
 
 
 def of_case(case: Case, path: str, dtype: torch.dtype, num_rows: int) -> Digests:
-    """Of inputs, results and gradients."""
+    """Digests of inputs, results and gradients."""
     width = 127 if 127 in case.widths else case.widths[-1]
     inputs = case.make(num_rows, width, dtype, "cpu")
     backend: Any = None if path == "default" else path
@@ -61,7 +61,7 @@ def of_cases(paths: list[str]) -> Iterator[tuple[str, Compute]]:
 
 
 def sizes(case: Case, path: str) -> tuple[int, ...]:
-    """Numbers of rows: few where each takes long, and so many that most operations have several blocks of them."""
+    """Numbers of rows: few where a case is slow, otherwise enough for several blocks in most operations."""
     several_blocks = 64 if "attention" in str(case) else 1100
     return (5, several_blocks) if path in ("aten", "blocked", "reference") else (3,)
 
@@ -170,9 +170,9 @@ DOORS: dict[str, tuple[Any, ...]] = {
 
 
 def record(file: str, paths: list[str]) -> None:
-    """Appends a line for each entry that is not in ``file`` yet, so that an interrupted run continues."""
+    """Appends a line for each entry that is not yet in ``file``, so that an interrupted run can be continued."""
     torch.set_num_threads(1)  # sums over blocks depend on the number of threads
-    torch.use_deterministic_algorithms(True)  # poisons fresh memory
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     known = entries(file) if os.path.exists(file) else {}
     with open(file, "a", encoding="utf-8") as stream:
         for name, compute in (*of_cases(paths), *(of_doors() if "default" in paths else ())):
@@ -187,7 +187,7 @@ def entries(file: str) -> dict[str, Digests]:
 
 
 def compare(old: str, new: str) -> int:
-    """0 where both files hold the same entries."""
+    """Returns 0 if both files have the same entries."""
     before, after = entries(old), entries(new)
     differing = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
     for name in differing:

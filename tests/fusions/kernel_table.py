@@ -11,11 +11,11 @@ __all__ = ["DTYPES", "PAGE", "SPILL_BUDGET", "Key", "Report", "compile_kernels",
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
-# bytes (registers on AMD) that a thread may spill, by kernel; kernels that are not listed may spill nothing
+# bytes (registers on AMD) that a thread may spill, by kernel; kernels that are not listed must not spill
 SPILL_BUDGET: dict[str, int] = {
     "attention._forward_kernel": 6,  # gfx942
     "attention_backward._keys_kernel": 48,  # float32
-    "attention_backward._queries_kernel": 16,  # sm_80, float32, with a soft cap; 8 on sm_100
+    "attention_backward._queries_kernel": 16,  # sm_80, float32, with a softcap; 8 on sm_100
 }
 DTYPES = (torch.bfloat16, torch.float32)
 Key = tuple[str, str, str]  # kernel, dtype, target
@@ -37,7 +37,7 @@ spills: {budget}.
 def compile_kernels(
     cases: list[str] | None, targets: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = DTYPES
 ) -> Report:
-    """The most each kernel needs in the named cases (None: all); must run without the interpreter."""
+    """The maximum each kernel needs over the named cases (None: all); must run without the interpreter."""
     report: Report = {}
     known: dict[str, Resources] = {}
     for case in all_cases():
@@ -75,7 +75,7 @@ def page(report: Report, triton: str) -> str:
 
 
 def parts_of(text: str) -> tuple[str, str]:
-    """The table of a page with its header, and the text after it."""
+    """The table in a page, with its header, and the text after it."""
     table, rule, behind = text.partition("\n## ")
     return table, rule + behind
 

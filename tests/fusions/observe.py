@@ -22,14 +22,14 @@ class _Calls(TorchDispatchMode):
 
 
 def operator_calls(run: Callable[[], object]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The operators of megalith that ``run()`` calls, forward and backward, with their arguments."""
+    """The Megalith operators that ``run()`` calls, forward and backward, with their arguments."""
     with _Calls() as calls:
         run()
     return calls.found
 
 
 def saved_bytes(compute: Callable[[], Any]) -> int:
-    """Bytes of distinct memory that autograd saves from the forward pass of ``compute()`` for its backward."""
+    """Distinct bytes that autograd saves in the forward of ``compute()`` for its backward."""
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

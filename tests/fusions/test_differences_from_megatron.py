@@ -100,7 +100,7 @@ def test_shapes_of_written_gradients():
         assert shapes(back(g, y, bias)) == [[T, F]]
     for back in (fusions.weighted_swiglu_back, fusions.weighted_quick_geglu_back):
         assert shapes(back(g, y, weights)) == [[T, F], [T, 1]]
-    # there the second is [T, F], which the caller sums
+    # in Megatron the second is [T, F], which the caller sums
     assert shapes(fusions.weighted_bias_quick_geglu_back(g, y, bias, weights)) == [[T, F], [F], [T, 1]]
     assert shapes(fusions.bias_gelu_back(draw(T, F), bias, y)) == [[T, F]]
     assert shapes(fusions.weighted_squared_relu_back(draw(T, F), y, weights)) == [[T, F], [T, 1]]
@@ -109,7 +109,7 @@ def test_shapes_of_written_gradients():
 def test_the_clamp_comes_after_the_bias():
     six, four = torch.full((1, 2), 6.0), torch.full((2,), 4.0)
     y = fusions.weighted_bias_quick_geglu_impl(six, four, torch.ones(1, 1), clamp_value=7.0)
-    assert y.item() == pytest.approx(49.0 / (1.0 + math.exp(-1.702 * 7.0)))  # there 6 + 4 = 10 is not clamped
+    assert y.item() == pytest.approx(49.0 / (1.0 + math.exp(-1.702 * 7.0)))  # in Megatron, 6 + 4 = 10 is not clamped
 
 
 def test_inputs_may_have_any_dimensions_and_strides():

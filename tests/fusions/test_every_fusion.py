@@ -23,7 +23,7 @@ FIRST = first_of_each_operation()
 OURS = ("triton", "blocked")  # the paths with a Megalith operator
 EAGER = (*OURS, "aten", "reference")
 CaseAndPath = tuple[Case, str]
-COMPILED = [case for case in CASES if "compile" in case.fusion.defaults.get("cpu", ())]  # by default
+COMPILED = [case for case in CASES if "compile" in case.fusion.defaults.get("cpu", ())]  # compiled by default
 
 
 def of_each_operation(pair: CaseAndPath) -> set[Hashable]:
@@ -45,7 +45,7 @@ def on_paths(
 ) -> pytest.MarkDecorator:
     """Parametrizes a test by case and path; `make test` covers everything that ``sample`` names once.
 
-    What holds of blocks must hold of what is compiled by default too: one case of each operation, slow.
+    What holds for blocks must also hold for what is compiled by default: one slow case for each operation.
     """
     pairs = [(case, path) for case in cases for path in paths if path in case.fusion.paths]
     parameters = sampled(by_turns(pairs) if sample is of_each_operation else pairs, sample)
@@ -58,7 +58,7 @@ def on_paths(
 
 
 def by_turns(pairs: list[CaseAndPath]) -> list[CaseAndPath]:
-    """The paths of each case in a sequence that another one begins: a sample of one path each has all of them."""
+    """Rotates the order of paths from operation to operation, so that a sample with one path each covers all paths."""
     found = []
     for turn, (_, group) in enumerate(itertools.groupby(pairs, lambda pair: pair[0].fusion.name)):
         same = list(group)
@@ -108,7 +108,7 @@ def sample_of(widths: Sequence[int]) -> Sequence[int]:
 
 
 def usual_width(case: Case) -> int:
-    """A width that is no power of two, where the case takes one."""
+    """A width that is not a power of two, if the case accepts one."""
     return 127 if 127 in case.widths else case.widths[-1]
 
 
@@ -132,7 +132,7 @@ def test_strided_inputs_and_expanded_gradients(case, path, device):
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same values with other memory between them."""
+    """The same values with padding in between."""
     wide = torch.full([2 * size for size in x.shape], 7, dtype=x.dtype, device=x.device)
     view = wide[tuple(slice(None, None, 2) for _ in x.shape)]
     return view.copy_(x.detach())
@@ -230,7 +230,7 @@ def test_operators_are_registered_as_torch_expects(case, path, num_rows, device)
             torch.library.opcheck(operator, arguments)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its forward-mode formulas
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, from its forward-mode formulas
 @pytest.mark.parametrize("case", [case for case in FIRST if case.derivative], ids=str)
 def test_forward_mode_is_the_transpose_of_the_gradient_or_refused(case, device):
     inputs = small(case, device)
@@ -269,7 +269,7 @@ def test_a_second_derivative_raises_instead_of_being_wrong(case, path, device):
 
 
 def through(compiled: Callable[..., object], case: Case) -> Case:
-    """The case, computed by ``compiled``, whose path is chosen already."""
+    """Runs the case through ``compiled``, whose path is already chosen."""
     return dataclasses.replace(case, compute=lambda backend, **inputs: compiled(**inputs))
 
 

@@ -23,7 +23,7 @@ PATHS = ("triton", "blocked", "reference")
 
 @dataclass(frozen=True)
 class Given:
-    """A class, the function that it stands for, arguments, and the names that Megatron gives to those of forward."""
+    """A class, the equivalent function, arguments, and Megatron's names for the arguments of forward."""
 
     function: type[torch.autograd.Function]
     same: Callable[..., Any]
@@ -169,7 +169,7 @@ def test_values_and_gradients_are_those_of_the_function_on_every_path(given, pat
     with fusions.use(path):
         got, want = run(given.function.apply, given), run(given.same, given)
     for x, y in zip(got, want, strict=True):
-        if path == "reference":  # whose gradient is autograd's there, and a formula here
+        if path == "reference":  # autograd's gradient there, a formula here
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(x, y)
@@ -180,7 +180,7 @@ def test_gradients_are_rounded_once(given):
     got, exact = run(given.function.apply, given, torch.bfloat16), run(given.same, given, torch.float64)
     for x, y in zip(got, exact, strict=True):
         if x.is_floating_point():
-            assert_accurate(x, y, terms=given.shapes[0][-1])  # at most, of any of the sums
+            assert_accurate(x, y, terms=given.shapes[0][-1])  # the most terms in any of the sums
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
@@ -190,7 +190,7 @@ def test_one_graph_of_torch_compile_holds_it_and_its_gradient(given):
     def call(*arguments: Any) -> Any:
         return given.function.apply(*arguments)
 
-    # torch before 2.13 loses gradients where the first output has none: there it runs uncompiled, with them
+    # torch before 2.13 loses gradients if the first output has none: there, it runs uncompiled, with gradients
     whole = (
         given.function is not fusions.IndicesToMultihot
         or "isolate_recompiles" in inspect.signature(torch.compile).parameters
@@ -285,13 +285,13 @@ def test_input_that_goes_to_the_cpu_gives_the_same_gradient_and_is_refused_in_a_
 
 def test_an_operation_of_a_class_has_a_gradient_for_each_of_its_paths():
     with_classes = [fusion for fusion in FUSIONS.values() if fusion.backs]
-    assert len(with_classes) == 7  # the rotation of queries is its own gradient, turned back
+    assert len(with_classes) == 7  # the gradient of rotating queries is the same operation with the inverse rotation
     assert all(fusion.backs.keys() == fusion.paths.keys() for fusion in with_classes)
 
 
 def test_a_path_that_cannot_run_is_not_taken_by_a_class():
     x = torch.randn(3, F, requires_grad=True)
-    with fusions.use("aten"):  # which gated units do not have
+    with fusions.use("aten"):  # gated units do not have it
         fusions.SwiGLUFunction.apply(x).sum().backward()
     with pytest.raises(BackendError, match="cannot run with backend='aten'"):
         fusions.glu(x, activation="silu", backend="aten")

@@ -46,7 +46,7 @@ LARGE = 227 << 10  # bytes
 
 @contextmanager
 def large_memory() -> Iterator[None]:
-    """As on a GPU with the shared memory of an H100."""
+    """Simulates a GPU with the shared memory of an H100."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("attention.kernels.attention_tiles", "norm.kernels.add_norm"):
             patch.setattr(f"megalith.fusions.{module}.has_large_memory", lambda _: True)
@@ -60,7 +60,7 @@ def compile_for_large_memory(names: list[str], targets: tuple[str, ...], dtypes:
 
 
 def launched_for_large_memory() -> dict[str, list[int]]:
-    """By kernel the sizes that matter, at 64 columns of attention, and at 4,096 and 8,192 of a norm."""
+    """The relevant sizes by kernel: for attention at 64 columns, and for a norm at 4,096 and 8,192."""
     case = {one.name: one for one in all_cases()}
     found: dict[str, list[int]] = {}
     with large_memory():
@@ -91,7 +91,7 @@ def test_what_is_taken_where_there_is_much_shared_memory_fits_and_spills_nothing
     report = without_interpreter(compile_for_large_memory, names, targets, dtypes)
     assert over_budget(report) == {}
     assert max(used.shared for used in report.values()) <= LARGE
-    for kernel in ("attention._forward_kernel", "norm.backward_kernel"):  # more than an A100 or less has
+    for kernel in ("attention._forward_kernel", "norm.backward_kernel"):  # more than an A100 or smaller GPU has
         assert report[kernel, "bfloat16", "sm_90"].shared > 100 << 10
 
 
@@ -111,7 +111,7 @@ MEMORY_BOUND = {"_forward_kernel", "_backward_kernel", "_statistics_kernel"}
 
 
 def assembly(names: set[str], target: str) -> dict[str, str]:
-    """By kernel; runs where kernels are born compiled."""
+    """The PTX of each kernel; must run without the interpreter."""
     cases = [case for case in all_cases() if case.name in names]
     found = [launch for case in cases for launch in launches_of(case, torch.bfloat16)]
     return {f"{one.kernel.__module__}.{one.kernel.__name__}": ptx(one, TARGETS[target]) for one in found}
@@ -145,7 +145,7 @@ def _cast(x_ptr, code_ptr, E4M3: tl.constexpr):
 
 
 def assembly_of_a_cast(number: str, capability: int) -> str:
-    """Of float32 to ``number``; runs where kernels are born compiled."""
+    """The PTX of a cast from float32 to ``number``; must run without the interpreter."""
     arguments = {"x_ptr": torch.empty(128), "code_ptr": torch.empty(128, dtype=torch.uint8), "E4M3": number == "e4m3"}
     return ptx(Launch(_cast, arguments), GPUTarget("cuda", capability, 32))
 
@@ -155,7 +155,7 @@ def assembly_of_a_cast(number: str, capability: int) -> str:
 def test_triton_rounds_numbers_of_8_bits_twice_on_sm_89(capability, number):
     text = without_interpreter(assembly_of_a_cast, number, capability)
     assert f"{number}x2" in text
-    # so ``casts_natively`` begins at sm_90; it may begin at sm_89 with a Triton for which this fails
+    # this is why ``casts_natively`` starts at sm_90; with a Triton for which this fails, it may start at sm_89
     assert ("cvt.rz.f16.f32" in text) == (capability == 89)
 
 

@@ -41,4 +41,4 @@ def test_a_patched_llama_has_the_loss_and_the_gradients_of_hugging_faces():
 def test_the_patch_is_ten_lines_long():
     patch, _ = examples(DOCS / "use_only_the_fusions.md")
     lines = [line for line in patch[patch.index("def rope") :].splitlines() if line.strip() not in ("", ")")]
-    assert len(lines) <= 12  # ten, and the two that open the functions
+    assert len(lines) <= 12  # ten, plus the two that define the functions

@@ -10,7 +10,7 @@ from megalith import fusions
 ROOM = Path(fusions.__file__).parent
 MOST_ARGUMENTS, MOST_OF_A_KERNEL = 8, 16
 
-# file:function -> its number of arguments, and whose signature it is or why it has them
+# file:function -> its number of arguments, and whose signature it is or why it has so many
 WIDE_FUNCTIONS: dict[str, tuple[int, str]] = {
     "adamw/adamw.py:fused_adamw_": (13, "as torch._fused_adamw_: lists, settings, grad_scale, found_inf"),
     "attention/attention.py:attention_gradients": (12, "ours: what backward has, and fused_attention's options"),
@@ -33,8 +33,8 @@ WIDE_FUNCTIONS: dict[str, tuple[int, str]] = {
     "routing/topk_router.py:fused_topk_router": (10, "ours: by name the options of Megatron's routers"),
     "routing/topk_router.py:topk_routing_with_score_function": (9, "Megatron's"),
 }
-# Separate pointers, strides and sizes, because torch.compile reads the kernels of an operator: ``wrap_triton`` says why
-# they cannot be records. file:kernel -> its number of arguments
+# Separate pointers, strides and sizes, because torch.compile reads the kernels of an operator: ``wrap_triton`` explains
+# why they cannot be records. file:kernel -> its number of arguments
 WIDE_KERNELS: dict[str, int] = {
     "attention/kernels/attention.py:_forward_kernel": 32,
     "attention/kernels/attention_backward.py:_keys_kernel": 37,
@@ -55,7 +55,7 @@ WIDE_KERNELS: dict[str, int] = {
 
 
 def functions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Every function inside of ``node``, methods and inner ones too, with its qualified name."""
+    """Every function in ``node``, including methods and inner functions, with its qualified name."""
     for child in ast.iter_child_nodes(node):
         inside = f"{name}.{child.name}" if isinstance(child, ast.FunctionDef | ast.ClassDef) else name
         if isinstance(child, ast.FunctionDef):
@@ -93,7 +93,7 @@ def test_kernels_take_at_most_sixteen_arguments_but_for_those_listed():
 
 
 def test_a_kernel_that_is_listed_is_launched_and_not_called_by_another():
-    # a function that kernels call can take a tuple, which torch.compile never sees
+    # functions that kernels call can take a tuple, since torch.compile never sees them
     for name in WIDE_KERNELS:
         file, kernel = name.split(":")
         launchers = [other.read_text("utf-8") for other in (ROOM / file).parent.glob("*.py")]

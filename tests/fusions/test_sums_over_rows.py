@@ -22,7 +22,7 @@ from tests.fusions.harness import all_cases
 
 INTERPRETED = triton_interprets()
 NUM_ROWS, WIDTHS = (7, (1000,)) if INTERPRETED else (4099, (4096, 5120))
-# the name of a case: the launcher of its backward, and the function of it that says how many rows a program adds up
+# the name of a case: the launcher of its backward, and its function for the number of rows that a program sums
 SUMS = {
     "swiglu, clamped, bias and weights": (glu, "rows_per_sum"),
     "swiglu, interleaved, bias": (glu, "rows_per_sum"),
@@ -40,10 +40,10 @@ CASES = {case.name: case for case in all_cases()}
 
 
 def watched(function: Callable[..., int], found: list[int], at_once: int) -> Callable[..., int]:
-    """``function``, or in the interpreter three times what is added up at once; ``found`` has what it said."""
+    """``function``, but in the interpreter three times the rows summed at once; results are added to ``found``."""
 
     def num_rows(*sizes: int) -> int:
-        least = sizes[1] if len(sizes) >= 3 else at_once  # of a norm a program has several rows at once
+        least = sizes[1] if len(sizes) >= 3 else at_once  # for a norm, a program takes several rows at once
         found.append(3 * least if INTERPRETED else function(*sizes))
         assert least < found[-1] < sizes[0]
         return found[-1]
@@ -68,7 +68,7 @@ def test_sums_of_several_rows_a_program_match_float64(name, width, monkeypatch, 
 
 @pytest.fixture
 def num_tokens(monkeypatch) -> int:
-    """So many that the counts of their tiles are read in several chunks, of which the last is not full."""
+    """Enough that the counts of their tiles are read in several chunks, with a partial last one."""
     if INTERPRETED:
         monkeypatch.setattr(routing, "_MIN_TOKENS", 8)
         monkeypatch.setattr(routing, "_BLOCK", 32)

@@ -39,7 +39,7 @@ def test_no_bias_is_a_bias_of_zero(backend, device):
 
 @pytest.mark.parametrize("backend", PATHS)
 def test_the_left_tail_keeps_its_digits(backend, device):
-    # 1 + tanh has no digits left there in float32; torch's own is 0 or 30 % off
+    # 1 + tanh cancels there in float32; torch's own result is 0 or 30 % off
     x = torch.tensor([[-4.0, -5.0, -5.5]], device=device)
     want = torch.nn.functional.gelu(x.double(), approximate="tanh")
     torch.testing.assert_close(bias_gelu_impl(x, None, backend=backend).double(), want, rtol=3e-6, atol=0)
@@ -69,7 +69,7 @@ def test_nan_and_inf_pass_through_the_exact_form_compiled(backend, device):
     assert dx[0, 2:].tolist() == [1.0, 0.0, 0.5]
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # from numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("backend", PATHS)
 def test_nan_and_inf_pass(backend, device):
     x = torch.tensor([[float("nan"), float("inf"), 40.0, -40.0]], device=device, requires_grad=True)

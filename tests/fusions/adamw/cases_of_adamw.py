@@ -36,7 +36,7 @@ def compute(
     *,
     backend: Any,
 ) -> tuple[Tensor, ...]:
-    """The tensors after an update, which leaves the given ones unchanged."""
+    """Returns the tensors after an update, without changing the inputs."""
     given = (weight, exp_avg, exp_avg_sq) if copy is None else (weight, exp_avg, exp_avg_sq, copy)
     written = [x.clone(memory_format=torch.contiguous_format) for x in given]
     grads, w, m, v, *copies = ([*x.unbind(), x.new_empty(0)] for x in (grad, *written))  # the last one is empty
@@ -68,7 +68,7 @@ def case(name: str, with_copy: bool, scaled: bool) -> Case:
         partial(inputs, with_copy, scaled),
         compute,
         formula,
-        cancels=("0", "1", "3"),  # sums of two signs
+        cancels=("0", "1", "3"),  # terms of either sign
         cost=lambda weight, grad, copy=None, **_: cost.adamw(weight, grad, copy, len(weight) + 1),
         constant=("weight", "exp_avg", "exp_avg_sq", "grad", "copy", "grad_scale"),
         widths=(1, 7, 64, 127, 1000, 1536, 4096, 16385),

@@ -10,12 +10,12 @@ from megalith.fusions.adamw.kernels import adamw as kernels
 from tests.kernel_reports import in_interpreter
 
 PATHS = ("triton", "aten", "reference")
-SHAPES = [(3, 5), (), (0,), (8191,), (2, 4097), (0, 4), (1,)]  # around the chunk of a program, and empty
+SHAPES = [(3, 5), (), (0,), (8191,), (2, 4097), (0, 4), (1,)]  # around a program's chunk, and empty
 SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.1}
 
 
 class State:
-    """Weights in ``of``, their copies in ``dtype`` if one is given, moments of zeros, and gradients."""
+    """Weights of dtype ``of``, copies in ``dtype`` if given, zero moments, and gradients."""
 
     def __init__(self, device: str, shapes=SHAPES, dtype: torch.dtype | None = None, of: torch.dtype = torch.float32):
         torch.manual_seed(0)
@@ -34,7 +34,7 @@ class State:
 
 
 def by_torch(state: State, num_steps: int, **settings) -> list[Tensor]:
-    """The weights of ``state`` after steps of torch's optimizer, each with gradients that are a little larger."""
+    """The weights of ``state`` after steps of torch's optimizer, with slightly larger gradients in each."""
     weights = [nn.Parameter(w.clone()) for w in state.weights]
     optimizer = torch.optim.AdamW(weights, **SETTINGS, **settings)
     for step in range(num_steps):
@@ -68,7 +68,7 @@ def test_the_kernel_stays_as_near_to_float64_as_torchs_optimizer(device):
 
 
 def test_an_update_worked_out_by_hand():
-    # m = 0.2, v = 0.4, both corrected: 1 and 4; w = 3 * (1 - 0.01) - 0.1 * 1 * 2 / 2
+    # m = 0.2, v = 0.4, corrected to 1 and 4; w = 3 * (1 - 0.01) - 0.1 * 1 * 2 / 2
     state = State("cpu", shapes=[(1,)], of=torch.float64)
     state.weights[0].fill_(3.0)
     state.update_("reference", [torch.tensor([2.0], dtype=torch.float64)], eps=0.0)
@@ -89,7 +89,7 @@ def test_copies_are_the_masters_rounded_in_the_same_pass(dtype, path, device):
             torch.testing.assert_close(w, want, rtol=1e-6, atol=1e-6)
         else:
             assert torch.equal(w, want)
-        if path == "triton" and device == "cpu":  # whose interpreter truncates to bfloat16
+        if path == "triton" and device == "cpu":  # the interpreter truncates to bfloat16
             torch.testing.assert_close(copy.float(), w, rtol=2**-7, atol=1e-7)
         else:
             assert torch.equal(copy, w.to(dtype))
@@ -99,7 +99,7 @@ def test_copies_are_the_masters_rounded_in_the_same_pass(dtype, path, device):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_gradients_are_multiplied_by_a_scale_on_the_device_and_not_changed(dtype, path, device):
     scaled, plain = State(device, dtype=dtype), State(device, dtype=dtype)
-    grads = [g * 4 for g in scaled.grads]  # a power of two, so that no rounding differs
+    grads = [g * 4 for g in scaled.grads]  # a power of two, so that rounding is the same
     before = [g.clone() for g in grads]
     scaled.update_(path, grads, grad_scale=torch.tensor([0.25], device=device))
     plain.update_(path)

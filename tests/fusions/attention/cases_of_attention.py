@@ -12,15 +12,15 @@ from megalith.fusions.attention.attention import CAPPED_FUSION, FUSION, fused_at
 from megalith.packed_seq_params import PackedSeqParams
 from tests.fusions.harness import Case, Inputs, Results
 
-WIDTHS = (1, 64, 7)  # most tests take the last
-CACHED = 9  # keys before the first query, in the case that has some
+WIDTHS = (1, 64, 7)  # most tests use the last
+CACHED = 9  # number of keys before the first query, in the case with a cache
 
 
 def lengths(S: int) -> list[int]:
     return [S] if S < 4 else [S // 4, 1, S - S // 4 - 1]
 
 
-# torch.compile traces a look-up, but not the making of one
+# torch.compile traces a look-up, but not the construction
 PACKED: Mapping[tuple[int, int], PackedSeqParams] = {
     (B, S): PackedSeqParams.from_lengths([lengths(S), [S]] * (B // 2) + [lengths(S)] * (B % 2))
     for B in (1, 2, 3, 4, 5, 64)
@@ -74,7 +74,7 @@ def formula(
 def terms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> dict[str, int]:
     (Sq, B, A, D), Sk = q.shape, k.shape[0]
     keys, queries = max(1, Sk), max(1, Sq) * A
-    of_score = 2  # dout v less dout out, which may cancel
+    of_score = 2  # dout v minus dout out, which may cancel
     return {
         "0": keys, "1": D * keys, "dq": of_score * keys, "dk": of_score * queries, "dv": queries,
         "dsink": max(1, B * Sq),
@@ -84,8 +84,8 @@ def terms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> dict[s
 def upstream_of_stored(got: Results, exact: Results, dy: Sequence[Tensor]) -> Sequence[Tensor]:
     """Upstream gradients (dout, dlse) whose exact gradients are those of a backward that reads the rounded ``out``.
 
-    A score's gradient is P (dout v - dout out + dlse), so an error of ``out`` acts as -dout (out_stored - out) added to
-    dlse. It shows where one key takes nearly all of the softmax, as dout v and dout out then cancel.
+    A score's gradient is P (dout v - dout out + dlse), so an error of ``out`` acts like adding -dout (out_stored - out)
+    to dlse. It matters where one key takes nearly all of the softmax, as dout v and dout out then cancel.
     """
     dout, dlse = (g.double() for g in dy)
     error = (dout * (got["0"].double() - exact["0"])).sum(dim=-1)  # [S, B, A]

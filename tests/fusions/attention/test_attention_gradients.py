@@ -47,7 +47,7 @@ HOW = [
 
 
 def shown(case: tuple[tuple[str, torch.dtype, dict[str, float]], str]) -> set[Hashable]:
-    """Each way to compute it and each part on each path; of the slow kernels, with documents and without."""
+    """Each way to compute it, and each part on each path; for the slow kernels, only with documents and without."""
     how, part_of = case
     return {str(how), (how[0], PARTS[part_of][2] is None if how[0] == "triton" else part_of)}
 
@@ -60,7 +60,7 @@ def test_it_is_the_gradient_through_a_merge(how, part_of):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     sees = {"causal": False, "window": window, "packed_seq_params": documents, **of_scores}
     part = fused_attention(*leaves, **sees)
-    # queries of their own for the other part: the gradient of q is through this part alone
+    # detached queries for the other part: q's gradient is only through this part
     merged = merge_attention(*part, *fused_attention(q.detach(), k_other, v_other, causal=False, **of_scores))
     want = torch.autograd.grad(merged[0], leaves, dout)
     narrow = [strided(x.detach().to(dtype)) for x in (dout, *leaves, merged[0])]
@@ -72,7 +72,7 @@ def test_it_is_the_gradient_through_a_merge(how, part_of):
 
 
 def strided(x: Tensor) -> Tensor:
-    """``x`` as a part of more columns, as the queries and rows of a block are."""
+    """``x`` as a slice of a wider tensor, like the queries and rows of a block."""
     return torch.cat((x, torch.full_like(x, torch.nan)), dim=-1)[..., : x.shape[-1]]
 
 

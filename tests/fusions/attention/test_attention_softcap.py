@@ -14,7 +14,7 @@ from tests.fusions.attention.cases_of_attention import formula
 from tests.fusions.attention.test_fused_attention import OPTIONS, assert_near, in_double, qkv, with_gradients
 
 CAPPED_PATHS = ("triton", "reference")
-# of the kernels, which take seconds in the interpreter: each dtype once, with the least work, and a window
+# kernels take seconds in the interpreter: each dtype once, with the least work, and with a window
 IN_MAKE_TEST = {(torch.float32, "window ahead"), (torch.bfloat16, "all keys")}
 CASES = [
     pytest.param(
@@ -38,7 +38,7 @@ def test_a_softcap_goes_with_every_option(backend, dtype, name, device):
 def test_a_softcap_leaves_small_scores_and_makes_large_ones_equal(backend, device):
     q, k, v = (x.detach() for x in qkv(7, device=device))
     torch.testing.assert_close(fused_attention(q, k, v, softcap=1e4, backend=backend), fused_attention(q, k, v))
-    # every score is 2e3 or more, and 5 after the cap, so that all keys weigh the same
+    # every score is 2e3 or more, and 5 after the cap, so all keys have the same weight
     out, lse = fused_attention(q.abs() + 1, k.abs() + 1, v, causal=False, scale=1e3, softcap=5.0, backend=backend)
     torch.testing.assert_close(out, v.mean(dim=0).expand_as(out))
     torch.testing.assert_close(lse, torch.full_like(lse, 5.0 + math.log(7)))

@@ -23,7 +23,7 @@ PATHS = ("triton", "aten", "reference")
 KERNELS = ("triton", "aten")
 INF = float("inf")
 # relative L2 errors: of float32 where dout . v and delta nearly cancel; of probabilities, and of sums over queries in
-# torch's kernels, that are rounded to 16 bits on the way
+# torch's kernels, which are rounded to 16 bits on the way
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 LAST_DIGIT = torch.finfo(torch.float32).eps
 on_paths = pytest.mark.parametrize("backend", PATHS)
@@ -40,7 +40,7 @@ def qkv(
 
 
 def with_gradients(compute: Callable[..., Any], leaves: Sequence[Tensor], which: str = "both") -> list[Tensor]:
-    """out, lse, and the gradients of ``leaves`` from ``which`` of the two."""
+    """out, lse, and the gradients of ``leaves`` from those in ``which``."""
     out, lse = compute(*leaves)
     generator = torch.Generator().manual_seed(7)
     dout, dlse = (torch.randn(y.shape, generator=generator).to(y.device) for y in (out, lse))
@@ -54,10 +54,10 @@ def with_gradients(compute: Callable[..., Any], leaves: Sequence[Tensor], which:
 
 
 def assert_near(got: Sequence[Tensor], want: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Within ``NEAR`` of the norm; or, a gradient, two last digits of float32 of the norm of all gradients together.
+    """Within ``NEAR`` of the norm; or, for a gradient, within two float32 ulps of the norm of all gradients together.
 
-    A query with one key has dout . v = delta, so that the gradient of its score is that of the log-sum-exp alone, a
-    tenth of the two that cancel. Float32 leaves their last digits, as large as those of all gradients.
+    For a query with one key, dout . v = delta, so the gradient of its score is only that of the log-sum-exp, a tenth of
+    the two terms that cancel. In float32 their last digits remain, which are as large as those of all gradients.
     """
     all_norm = torch.stack([g.double().norm() for g in want[2:]]).norm()
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -163,7 +163,7 @@ CACHED = [*product(PATHS, [(1, 40), (1, 31), (20, 40), (31, 31)], [(True, None),
 @torch.no_grad()
 def test_queries_after_a_cache_see_the_keys_of_their_own_document(backend, sizes, seen, device):
     (Sq, Sk), (causal, window) = sizes, seen
-    lengths = [[25, 15], [40], [3, 37]]  # of whole rows, of which the first Sk tokens are there
+    lengths = [[25, 15], [40], [3, 37]]  # whole rows, of which the first Sk tokens exist so far
     q, k, v = qkv(Sq, Sk, heads=(4, 2), device=device, B=3)
     packed = PackedSeqParams.from_lengths(lengths).to(device)
     got = fused_attention(q, k, v, causal=causal, packed_seq_params=packed, window=window, backend=backend)
@@ -181,7 +181,7 @@ def test_a_query_that_sees_no_key_gives_zero_and_takes_no_gradient(backend, devi
     leaves = [*qkv(5, 3, device=device), torch.tensor([0.5, -2.0], device=device, requires_grad=True)]
     out, lse, dq, dk, _, _ = with_gradients(
         lambda q, k, v, _: fused_attention(q, k, v, backend=backend), leaves
-    )  # the first two of five queries stand before all three keys
+    )  # the first two of five queries precede all three keys
     assert (out[:2] == 0).all()
     assert (lse[:, :, :2] == -INF).all()
     assert (dq[:2] == 0).all()
@@ -236,7 +236,7 @@ def test_a_sink_at_minus_infinity_is_none_and_one_at_zero_is_off_by_one(backend,
     torch.testing.assert_close(got, sink_correction(out, lse, torch.zeros(2, device=device)))
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])  # torch's kernel for a CPU gives such a query zero
+@pytest.mark.parametrize("backend", ["triton", "reference"])  # torch's CPU kernel returns zero for such a query
 def test_nan_stays_with_its_query(backend, device):
     q, k, v = (x.detach().clone() for x in qkv(4, device=device))
     q[2, 0, 1] = float("nan")

@@ -16,7 +16,7 @@ from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.core.dispatch import Fusion
 from megalith.fusions.core.preference import prefer
 
-# a path's function is its name here
+# here, a path's function is its name
 KERNELS = {"cuda": ("triton",), "cpu": ("aten",)}
 LOOPS = {"cuda": ("triton",), "cpu": ("compile", "blocked")}
 PATHS = {name: name for name in ("triton", "compile", "blocked", "reference")}
@@ -24,7 +24,7 @@ FUSION = Fusion("weighted_squared_relu", PATHS, defaults=LOOPS)
 
 
 def tensor(device: str = "cpu", dtype: torch.dtype = torch.float32, numel: int = LARGEST_WHOLE + 1) -> SimpleNamespace:
-    """Everything the choice depends on, so that a GPU's row can be tested without one."""
+    """Everything that the choice depends on, so that GPU rows can be tested without a GPU."""
     return SimpleNamespace(device=torch.device(device), dtype=dtype, numel=lambda: numel)
 
 
@@ -99,7 +99,7 @@ def test_inside_of_torch_compile_compile_is_the_formulas_of_the_reference(monkey
         assert FUSION.path(tensor(), None) == "reference"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its forward-mode formulas
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, from its forward-mode formulas
 def test_forward_mode_takes_the_reference_and_refuses_what_has_no_such_derivative():
     with forward_ad.dual_level():
         assert FUSION.path(tensor("cuda"), None) == "reference"
@@ -137,7 +137,7 @@ def test_prefer_lifts_what_size_and_float64_choose_and_tells_what_was_taken():
     assert taken == {("weighted_squared_relu", "compile")}
     with prefer("triton", "blocked") as taken:
         assert FUSION.path(small, None) == "triton"
-        assert FUSION.path(wide, None) == "blocked"  # kernels take no float64
+        assert FUSION.path(wide, None) == "blocked"  # kernels do not accept float64
         assert FUSION.path(small, "reference") == "reference"
         with use("compile"):
             assert FUSION.path(small, None) == "compile"
@@ -172,7 +172,7 @@ def test_a_refusal_builds_nothing(monkeypatch):
         ("triton", tensor(dtype=torch.float64), None, r"kernels compute in float32.*use compile or blocked"),
         ("triton", tensor(), "triton_interprets", r"on cpu, and TRITON_INTERPRET=1 was not set"),
         ("triton", tensor("cuda"), "has_triton", r"not installed \(pip install 'megalith\[triton\]'\)"),
-        (None, tensor("cuda"), "has_triton", r"cannot run with backend='triton'"),  # nothing stands in for the default
+        (None, tensor("cuda"), "has_triton", r"cannot run with backend='triton'"),  # the default has no fallback
         ("compile", tensor(), "why_not_compile", r"'compile': no compiler; use triton or blocked"),
     ],
 )

@@ -47,7 +47,7 @@ def test_a_compiler_that_cannot_build_is_found_out_once(monkeypatch):
         == why_not_compile()
         == ("torch.compile cannot build here (Python.h: No such file or directory)")
     )
-    assert len(tries) == 2  # with the vector instructions of this CPU, then with those that torch finds
+    assert len(tries) == 2  # with this CPU's vector instructions, then with those that torch finds
 
 
 def test_a_compiler_that_does_not_know_the_instructions_of_this_cpu_builds_with_those_that_torch_finds(monkeypatch):
@@ -99,7 +99,7 @@ def test_inside_of_without_compiling_the_default_is_the_next_of_the_table_and_no
         assert fusion.default(x) == "blocked"
     monkeypatch.setattr(backend, "why_not_compile", lambda: None)
     with without_compiling():
-        assert fusion.path(x, "compile") == "compile"  # a demand
+        assert fusion.path(x, "compile") == "compile"  # explicitly requested
     assert fusion.default(x) == "compile"
 
 

@@ -20,7 +20,7 @@ def on(device: str) -> Tensor:
 
 @pytest.fixture
 def current(monkeypatch) -> list[int]:
-    """The stack of current GPUs, of which 0 is at the bottom; also everything that was put onto it."""
+    """The stack of current GPUs, starting with 0; restored devices are pushed as well, so it is also the history."""
     stack = [0]
 
     @contextmanager

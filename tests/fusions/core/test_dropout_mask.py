@@ -77,7 +77,7 @@ def test_compiled_code_makes_the_same_key_without_compiling_each_step_anew():
     compiled = torch.compile(lambda key, x: mask_operands(key, x)[0], fullgraph=True, backend="aot_eager")
     x = torch.empty(5, 8)
     keys = [DropoutKey(1234, step, TOKENS) for step in range(4)]
-    got = [compiled(key, x) for key in keys[:2]]  # the second call makes the step a variable
+    got = [compiled(key, x) for key in keys[:2]]  # the second call makes the step dynamic
     with torch.compiler.set_stance("fail_on_recompile"):
         got += [compiled(key, x) for key in keys[2:]]
     assert torch.stack(got).tolist() == [mask_operands(key, x)[0].item() for key in keys]

@@ -98,7 +98,7 @@ def outcome(transform: Callable[..., Tensor], compute: Callable[..., Tensor]) ->
         return str(error)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap's, of an operator in a loop
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap's, for an operator in a loop
 def test_transforms_of_torch_func_do_what_they_do_to_the_operator():
     def vmapped(compute: Callable[..., Tensor]) -> Tensor:
         return torch.func.vmap(compute, in_dims=(0, None))(X.view(2, 2, 1, 64), W)
@@ -128,7 +128,7 @@ def test_what_is_saved_goes_through_hooks_once():
 
 
 def kernels_launched() -> list[object]:
-    """What a norm on a CPU launches without the interpreter, and what its kernel is."""
+    """What a norm on a CPU launches without the interpreter, and the type of its kernel."""
     from megalith.fusions.norm.kernels import add_norm
 
     launched = []
@@ -195,7 +195,7 @@ def test_results_without_a_gradient_get_no_zeros_in_backward_and_absent_gradient
             (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
         assert torch.equal(dx, torch.full_like(X, want))
         zeros = [event for event in events.events() if event.name == "aten::zeros"]
-        assert len(zeros) == 1  # of the other result that has a gradient
+        assert len(zeros) == 1  # for the other result that has a gradient
 
 
 def test_backward_does_not_run_for_an_input_that_has_no_gradient():

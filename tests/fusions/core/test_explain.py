@@ -26,7 +26,7 @@ def test_the_path_is_the_one_that_would_be_taken():
         row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("attention "))
     assert row.split()[1] == "aten"
     assert "default for cpu; 'blocked' is not available: it has no such path" in row
-    assert "kernels compute in float32" not in fusions.explain("cuda", torch.float64)  # which takes the reference
+    assert "kernels compute in float32" not in fusions.explain("cuda", torch.float64)  # it takes the reference path
 
 
 def test_a_default_that_cannot_run_here_says_why(monkeypatch):

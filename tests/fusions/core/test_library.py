@@ -12,14 +12,14 @@ from tests.kernel_reports import TARGETS, without_interpreter
 
 
 class Driver:
-    """Everything a trace asks of Triton's driver."""
+    """Everything that tracing requests from Triton's driver."""
 
     def get_current_target(self):
         return TARGETS["sm_90"]
 
 
 def written_by_kernels() -> list[list[str]]:
-    """For each kernel in the graphs that torch.compile makes of an operator and its gradient, what it writes."""
+    """For each kernel in torch.compile's graphs of an operator and its gradient, the arguments that it writes."""
     from megalith.fusions.activation.kernels.weighted_squared_relu import op
 
     written = []
@@ -51,7 +51,7 @@ def _copied(x: torch.Tensor) -> torch.Tensor:
 
 
 def kept_of_a_tuple() -> list[tuple[bool, list[str]]]:
-    """For a kernel that is given a tuple: whether a graph of torch.compile has it, and what it says is written."""
+    """For a kernel with a tuple argument: whether torch.compile's graph passes it, and what is listed as written."""
     op = torch.library.triton_op("megalith_tests::copied", _copied, mutates_args=())
     found = []
 

@@ -21,9 +21,9 @@ from tests.rank_pool import ranks
 from tests.sampling import sampled
 
 T, H = 6, 8
-SINGLE = 4e-6  # float32 against float64
+SINGLE = 4e-6  # float32 compared with float64
 EVERYTHING = {"label_smoothing": 0.1, "smoothing": "nemo", "z_loss": 1e-2, "softcap": 20.0}
-# columns of all ranks, words, options; over 4 ranks 127 words are 32, 32, 32 and 31, and 3 words leave a rank none
+# total columns, words, options; over 4 ranks 127 words are 32, 32, 32 and 31, and 3 words leave one rank empty
 SPLITS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "even": (1000, 1000, {}),
     "uneven": (127, 127, {"label_smoothing": 0.1}),
@@ -51,7 +51,7 @@ def example(columns: int, words: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def own_part(columns: int) -> tuple[slice, dist.ProcessGroup | None]:
-    """This rank's columns, as torch.chunk has them."""
+    """This rank's columns, split as by torch.chunk."""
     if not dist.is_initialized():
         return slice(0, columns), None
     length = -(-columns // dist.get_world_size())
@@ -61,7 +61,7 @@ def own_part(columns: int) -> tuple[slice, dist.ProcessGroup | None]:
 
 @contextlib.contextmanager
 def gathers() -> Iterator[list[Tensor]]:
-    """What is given to all-gathers inside."""
+    """The tensors passed to all-gathers in the context."""
     given: list[Tensor] = []
 
     def gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -92,7 +92,7 @@ def on_this_rank(path: str, dtype: torch.dtype, projected: bool) -> dict[str, An
 
 
 def whole(answers: list[Answer], leaf: str) -> Tensor:
-    """The gradient of what all ranks hold together; that of x must be equal on all."""
+    """The gradient of the tensor that all ranks hold together; that of x must be equal on all."""
     parts = [answer.gradients[leaf].double() for answer in answers]
     if leaf == "x":
         assert all(torch.equal(part, parts[0]) for part in parts)
@@ -101,7 +101,7 @@ def whole(answers: list[Answer], leaf: str) -> Tensor:
 
 
 def pairs(one: tuple[int, str, str]) -> set[Hashable]:
-    """The values that `make test` covers once; four ranks that import triton take too long."""
+    """The combinations that `make test` covers once; four ranks that import triton take too long."""
     num_ranks, path, of = one
     return set() if (num_ranks, path) == (4, "triton") else {(num_ranks, path), (path, of), (num_ranks, of)}
 
@@ -113,7 +113,7 @@ def test_ranks_agree_with_one_in_float64_and_with_each_other(num_ranks, path, of
     projected = of == "projected"
     arguments = (path, torch.float32, projected)
     answers = [on_this_rank(*arguments)] if num_ranks == 1 else ranks(num_ranks, on_this_rank, *arguments)
-    # products of H terms, and of all columns for x, come before the loss and after its gradient
+    # products of H terms, and for x of all columns, precede the loss and follow its gradient
     loss_tolerance = {"rtol": SINGLE * (H if projected else 1), "atol": 1e-6 if projected else 1e-7}
     gradient_tolerance = {"rtol": SINGLE * (H if projected else 1), "atol": 1e-5 if projected else 1e-6}
     for name, want in on_this_rank("reference", torch.float64, projected).items():
@@ -139,7 +139,7 @@ def test_ranks_agree_in_float64_to_its_last_digits():
 
 
 def by_two_collectives() -> tuple[Tensor, Tensor]:
-    """The field's steps, with the two all-reduces between them: loss and gradient of this rank's columns."""
+    """The standard algorithm with two all-reduces in between: loss and gradient of this rank's columns."""
     x, weight, target, dloss = example(128, 128)
     target[1] = 5
     part, group = own_part(128)

@@ -15,7 +15,7 @@ from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entr
 from tests.kernel_reports import in_interpreter
 
 PATHS = ("triton", "blocked", "reference")
-# float32 against float64: of the loss and of the target's gradient, however small
+# float32 compared with float64: the loss and the target's gradient, however small
 SINGLE = 4e-6
 every_path = pytest.mark.parametrize("path", PATHS)
 # numpy warns of it in the interpreter; a GPU does not
@@ -37,7 +37,7 @@ def loss_and_gradient(logits: Tensor, target: Tensor, path: str | None, **option
 @pytest.mark.parametrize("gap", [1.0, 6.0, 10.0, 60.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_tiny_loss_and_its_gradient_keep_their_digits(gap, dtype, path, device):
-    # torch's own float32 says that a loss of 1e-13 is 0
+    # torch's float32 result for a loss of 1e-13 is 0
     logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)).to(device)
     logits[torch.arange(4), torch.arange(4) * 1250] += gap
     logits, target = (logits * 4.0).to(dtype), torch.arange(4, device=device) * 1250
@@ -166,7 +166,7 @@ def test_rows_are_addressed_in_64_bits(tmp_path):
 
 
 def two_collectives(logits: Tensor, target: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
-    """The field's algorithm by its own steps, on one rank."""
+    """The standard algorithm with two collectives, on one rank."""
     x, top = fusions.calculate_logits_max(logits)
     mask, column, sums, exponentials = fusions.calculate_predicted_logits(x, target, top, 0, logits.shape[-1])
     softmax, loss = fusions.calculate_cross_entropy_loss(exponentials, sums)

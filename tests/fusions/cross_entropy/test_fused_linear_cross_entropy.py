@@ -41,7 +41,7 @@ def test_it_is_the_loss_of_linear_with_sums_in_float32(dtype, path, device):
     exact = dlogits.detach().double().flatten(0, 1)
     wanted = (exact @ weight.double(), exact.t() @ x.detach().double().flatten(0, 1), exact.sum(dim=0))
     for value, expected in zip(got, wanted, strict=True):
-        # two roundings to 16 bits: of a chunk's product, and of the sum of them; or those of a sum of 37 terms
+        # two roundings to 16 bits: of a chunk's product, and of the sum of chunks; or those of a sum of 37 terms
         tolerance = (2 if dtype != torch.float32 else 16) * torch.finfo(dtype).eps
         rtol, atol = tolerance, tolerance * expected.abs().mean().item()
         torch.testing.assert_close(value.double().view_as(expected), expected.detach(), rtol=rtol, atol=atol)

@@ -10,7 +10,7 @@ E, F = 3, 16
 
 
 def inputs(R: int, H: int, dtype: torch.dtype, device: str) -> Inputs:
-    """An expert without rows between two, and a gap after them."""
+    """An expert without rows between two with rows, and a gap at the end."""
     routed = max(0, R - 1)
     sizes = torch.tensor([routed // 2, 0, routed - routed // 2], dtype=torch.int32, device=device)
     return {

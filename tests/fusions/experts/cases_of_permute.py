@@ -24,7 +24,7 @@ def num_rows(T: int) -> int:
 
 
 def routing(kind: str, T: int, device: str) -> Tensor:
-    """A map or indices of K experts a token; "dropped" and "repeated" are indices."""
+    """A map or indices, with K experts per token; "dropped" and "repeated" are indices."""
     index = torch.rand(T, E).argsort(dim=1)[:, :K].clone(memory_format=torch.contiguous_format)
     if kind == "dropped":
         index = index.where(torch.rand(T, K) < 0.7, torch.tensor([-1, E, 99])[torch.randint(0, 3, (T, K))]).int()
@@ -68,7 +68,7 @@ def map_formula(routing_map: Tensor, pad: int = 1, limit: int | None = None) -> 
 
 def permute_formula(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, pad: int = 1) -> tuple[Tensor, ...]:
     rows = map_formula(routing_map, pad)
-    zero = 0 * tokens.sum(dim=0)  # of the graph, also where there are no tokens
+    zero = 0 * tokens.sum(dim=0)  # part of the graph even without tokens
     permuted = torch.stack([zero if token < 0 else tokens[token] for token in rows.token_of.tolist()])
     weights = []
     if probs is not None:
@@ -93,7 +93,7 @@ def run_permute(
 
 
 def run_moves(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, backend: Backend) -> tuple[Tensor, ...]:
-    """Without the making of the map, so that the bytes are those of the moves."""
+    """The map is not part of the measured operation, so that the bytes are those of the moves."""
     rows = row_map(routing_map, num_rows(len(tokens)), num_experts=E, backend="reference")
     permuted, weights = PERMUTE_FUSION.path(tokens, backend)(tokens, probs, rows.row_of, rows.token_of)
     return permuted, weights, *rows
@@ -109,7 +109,7 @@ def run_unpermute(
 def case(
     name: str, run: Callable[..., Any], kind: str, *, probs: bool = True, pad: int = 1, counted: Any = None
 ) -> Case:
-    """A case of permute or unpermute: ``run`` says which."""
+    """A case of permute or unpermute, as given by ``run``."""
     settings = (MAP if kind == "map" else INDICES) | ({} if pad == 1 else {"pad_multiple": pad})
     back = run is run_unpermute
     return Case(

@@ -12,7 +12,7 @@ NAN = float("nan")
 
 
 def tokens_of(num: int, device: str, H: int = 2) -> torch.Tensor:
-    """Token t is (t + 1, t + 1, ...), so that a row shows its token."""
+    """Token t is (t + 1, t + 1, ...), so that a row identifies its token."""
     return torch.arange(1.0, num + 1, device=device)[:, None].repeat(1, H)
 
 
@@ -143,7 +143,7 @@ def test_rows_are_addressed_in_64_bits(tmp_path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_nothing_waits_for_the_device_when_the_rows_are_given(path, device):
-    # a full-graph trace would fail at a number read from the device
+    # a full-graph trace would fail if a number were read from the device
     torch.compiler.reset()
 
     def layer(tokens, indices, probs):

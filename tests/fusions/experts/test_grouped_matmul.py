@@ -60,7 +60,7 @@ def test_garbage_in_gaps_reaches_nobody(path, device):
     want = formula(alone, weight, sizes)
     wanted = torch.autograd.grad(want, (alone, weight), dy[:4])
     torch.testing.assert_close((y[:4], dx[:4], dweight), (want, *wanted))
-    assert not dweight[1].any()  # of no rows
+    assert not dweight[1].any()  # it has no rows
 
 
 @on_every_path
@@ -197,7 +197,7 @@ def test_no_size_is_read_by_the_host(path, monkeypatch):
 
 @in_interpreter
 def test_tiles_write_each_result_once_and_none_of_another_expert():
-    # in the interpreter the last write wins, and on a GPU any
+    # in the interpreter the last write wins; on a GPU, any may
     x, weight = example(70, "cpu")
     sizes = sizes_of(3, 0, 65, device="cpu")
     found: list[Tensor] = []

@@ -13,7 +13,7 @@ from tests.fusions.harness import Case
 
 
 def rounded(x: Tensor) -> Tensor:
-    """``x`` [T, N] to float8 and back, in float64, with the largest number of a row at 448."""
+    """``x`` [T, N] rounded to float8, in float64, scaled so that each row's largest number is 448."""
     numbers = x.detach().float()
     scale = (numbers.abs().amax(dim=-1, keepdim=True) * (1.0 / 448.0)).clamp_min(2.0**-126)
     return ((numbers * (1.0 / scale)).to(torch.float8_e4m3fn).float() * scale).double()
@@ -40,7 +40,7 @@ def case(name: str, *given: str, **settings: Any) -> Case:
     )
 
 
-# no clamp that sums of few bits can meet: float32 rounds to it, and float64 lies beside it, where the slope is another
+# no clamp that low-precision sums can hit: float32 would round onto it, float64 next to it, where the slope differs
 CASES = [
     case("swiglu, float8", activation="silu"),
     case("swiglu, float8, all options", "bias", "weights", activation="silu", clamp=1.9, interleaved=True),

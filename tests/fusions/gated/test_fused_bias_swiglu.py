@@ -110,7 +110,7 @@ def test_cpu_offload_input_frees_the_memory_of_a_gpu():
     def left_on_the_device(cpu_offload_input: bool) -> int:
         before = torch.cuda.memory_allocated()
         y = torch.randn(1024, 2048, device="cuda", requires_grad=True)
-        value = bias_swiglu_impl(y * 1.0, None, False, cpu_offload_input)  # of which nothing else holds the input
+        value = bias_swiglu_impl(y * 1.0, None, False, cpu_offload_input)  # nothing else holds the input
         assert value.requires_grad
         return torch.cuda.memory_allocated() - before
 

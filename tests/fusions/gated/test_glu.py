@@ -69,7 +69,7 @@ def test_the_written_gradient_is_that_of_torch(activation, given):
     assert [g is None for g in got] == [t is None for t in (x, up, bias, w)]
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # from numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("backend", PATHS)
 @pytest.mark.parametrize("activation", ["silu", "quick_gelu", "relu"])
 def test_nan_and_inf_pass_as_in_torch(activation, backend, device):
@@ -88,7 +88,7 @@ def test_nan_and_inf_pass_as_in_torch(activation, backend, device):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # from numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("backend", [*PATHS, pytest.param("compile", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "relu"])
@@ -105,7 +105,7 @@ def test_what_is_clamped_passes_the_gradients_of_torchs_clamp(activation, weight
     want = gradients(
         lambda a, b: ACTIVATIONS[activation](a.clamp(max=2.0)) * b.clamp(-2.0, 2.0) * (1.0 if w is None else w)
     )
-    assert want[0][0, :2].tolist() == [0.0, 0.0]  # of a gate that is NaN, and of one above the bound
+    assert want[0][0, :2].tolist() == [0.0, 0.0]  # a NaN gate, and one above the bound
     assert want[1][0, 5:8].tolist() == [0.0, 0.0, 0.0]
     for name, a, b in zip(("dgate", "dup"), got, want, strict=True):
         torch.testing.assert_close(a, b, equal_nan=True, msg=name)

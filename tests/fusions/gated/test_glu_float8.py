@@ -35,12 +35,12 @@ def test_kernels_round_to_float8_as_torch_does(natively, device):
     between = (exact[1:] + exact[:-1]) / 2  # ties go to the even one
     torch.manual_seed(0)
     drawn = (torch.randn(3582) * torch.randn(3582).mul(3).exp()).clamp(-448, 448)
-    x = torch.cat((numbers, between, drawn, torch.tensor([2.0**-10, -(2.0**-10), 2.0**-130])))  # 4096 of them
+    x = torch.cat((numbers, between, drawn, torch.tensor([2.0**-10, -(2.0**-10), 2.0**-130])))  # 4096 in total
     code, y = torch.empty(4096, dtype=torch.uint8, device=device), torch.empty(4096, device=device)
     _there_and_back[(1,)](x.to(device), code, y, N=4096, NATIVE=natively)
     want = x.to(torch.float8_e4m3fn)
     want_code = want.view(torch.uint8)
-    if natively:  # which has one NaN, as products on a GPU do
+    if natively:  # it has only one NaN, like products on a GPU
         want_code = want_code.masked_fill(x.isnan(), 0x7F)
     assert torch.equal(code.cpu(), want_code)
     torch.testing.assert_close(y.cpu(), want.float(), rtol=0, atol=0, equal_nan=True)
@@ -67,7 +67,7 @@ def test_kernels_convert_natively_on_gpus_of_nvidia_from_sm_90_on(capability, hi
 
 
 def stored(x: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """What is kept of ``x``: its numbers in 8 bits, and the scales."""
+    """What is stored for ``x``: its numbers in 8 bits, and the scales."""
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         glu_float8(x.requires_grad_(), activation="silu", backend=backend)
@@ -112,7 +112,7 @@ def test_it_keeps_half_of_the_bytes_of_the_input(backend, device):
 
 
 def test_the_gradient_is_within_four_percent_of_the_exact_one(device):
-    # the rounding of each of gate and up is 2.5 % in the mean square where it is worst
+    # gate and up are each rounded with a relative RMS error of at most 2.5 %
     torch.manual_seed(0)
     x = torch.randn(64, 2 * 512, device=device).bfloat16().requires_grad_()
     dy = torch.randn(64, 512, device=device).bfloat16()
@@ -140,7 +140,7 @@ def test_no_columns_are_no_error(backend, device):
     assert torch.autograd.grad(y.sum(), x)[0].shape == (3, 0)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its forward-mode formulas
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, from its forward-mode formulas
 def test_forward_mode_is_refused_on_every_path():
     x = torch.randn(3, 8)
     with forward_ad.dual_level():

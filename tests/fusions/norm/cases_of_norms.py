@@ -17,7 +17,7 @@ EPS = 1e-3
 SHARED = ("weight", "bias", "input_bias")
 WIDER_THAN_ONE = tuple(
     width for width in WIDTHS if width > 1
-)  # a row of one has a gradient of 0, and no relative error
+)  # a row of one has a gradient of 0, which has no relative error
 
 
 def vector(H: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -53,7 +53,7 @@ def norm(name: str, *given: str, **settings: Any) -> Case:
             formula, kind="LayerNorm" if is_layer_norm else "RMSNorm", shift=float(settings.get("zero_centered", False))
         ),
         terms=terms,
-        cancels=("0", "dx"),  # x - mean, and the gain's zeros; in dx, what is left of dy beside the row itself
+        cancels=("0", "dx"),  # x - mean, and zeros of the gain; in dx, dy minus the row's part
         cost=partial(cost.norm, num_statistics=2 if is_layer_norm else 1),
         shared=SHARED,
         widths=WIDER_THAN_ONE,
@@ -61,7 +61,7 @@ def norm(name: str, *given: str, **settings: Any) -> Case:
 
 
 def on_a_grid(*shape: int, device: str) -> Tensor:
-    """Numbers of which a sum of a few is exact in bfloat16: the norm is that of a sum as it is stored."""
+    """Numbers of which short sums are exact in bfloat16, so that the norm sees the sum as it is stored."""
     return (torch.randn(shape, device=device) * 8).round().clamp(-24, 24) / 8
 
 

@@ -215,7 +215,7 @@ def test_autograd_sees_who_writes_into_the_sum(path, normalization, with_dropout
 def test_a_residual_of_another_width_beside_float64(normalization, dtypes, path):
     dtype, of_residual = dtypes
     torch.manual_seed(0)
-    # more than a block, so that the default is the path of large tensors
+    # more than a block, so that the default is the path for large tensors
     x, residual = torch.randn(2100, 64, dtype=dtype), torch.randn(2100, 64, dtype=of_residual)
     weight = torch.linspace(0.5, 1.5, 64)
     leaves = [one.requires_grad_() for one in (x, residual, weight)]

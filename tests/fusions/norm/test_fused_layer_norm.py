@@ -15,7 +15,7 @@ from tests.fusions.observe import operator_calls
 from tests.kernel_reports import in_interpreter
 
 PATHS = ("triton", "blocked", "reference")
-TINY = 1e-30  # the interpreter warns of the reciprocal of 0 in lanes that are not stored
+TINY = 1e-30  # the interpreter warns of the reciprocal of 0 in masked lanes
 CASE = {case.name: case for case in CASES}
 
 
@@ -48,7 +48,7 @@ def test_rows_need_no_parameters(norm, path, device):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_zero_centred_gain_is_formed_in_float32(path, device):
     x = torch.ones(1, 8, device=device)
-    weight = torch.full((8,), 2.0**-9, dtype=torch.bfloat16, device=device)  # 1 + it is 1 in bfloat16
+    weight = torch.full((8,), 2.0**-9, dtype=torch.bfloat16, device=device)  # 1 + weight is 1 in bfloat16
     assert fused_rms_norm(x, weight, TINY, zero_centered=True, backend=path).tolist() == [[1 + 2.0**-9] * 8]
 
 
@@ -65,7 +65,7 @@ def test_a_row_of_one_is_its_own_mean_and_of_size_one(path, device):
 @pytest.mark.parametrize("width", [500, pytest.param(20000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", PATHS)
 def test_a_large_mean_does_not_cancel_the_variance(path, width, device):
-    x = 4096 + torch.randn(2, width, device=device)  # in float32, E[x^2] has no digit of a variance of 1
+    x = 4096 + torch.randn(2, width, device=device)  # in float32, E[x^2] has no digits left for a variance of 1
     exact = nn.functional.layer_norm(x.double(), (width,), eps=0.0)
     assert (fused_layer_norm(x, eps=TINY, backend=path) - exact).abs().max() < 2e-3  # the mean is known to 4096 * 2^-24
 

@@ -17,14 +17,14 @@ COLUMNS = {"block128": 128, "block128x128": 128, "mxfp8": 32, "nvfp4": 16}
 
 
 def numbers(dtype: torch.dtype) -> Tensor:
-    """The finite numbers from 0 of a format, by their codes, in float64."""
+    """The finite non-negative numbers of a format, ordered by code, in float64."""
     if dtype == E2M1:
         return torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
     return torch.arange(0x7F if dtype == E4M3 else 0x7C, dtype=torch.uint8).view(dtype).double()
 
 
 def nearest(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes nearest to ``y``, to even at a tie, by looking at every number of the format."""
+    """The codes nearest to ``y``, ties to even, found by comparing with every number of the format."""
     table = numbers(dtype).to(y.device)
     middle = (table[1:] + table[:-1]) / 2
     code = torch.searchsorted(middle, y.double().abs().contiguous())  # ties go to the lower one
@@ -51,7 +51,7 @@ def by_rows(x: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) -> tu
 
 
 def scales(amax: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors to dequantize and to quantize with."""
+    """The factors for dequantizing and for quantizing."""
     largest = numbers(dtype)[-1].float()
     if kind == "mxfp8":
         scale = 2.0 ** (amax.double().log2().floor() - largest.log2().floor()).clamp_min(-127)
@@ -76,7 +76,7 @@ def formula(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> tuple[
 
 
 def compute(x: Tensor, backend: Any, kind: Any, dtype: torch.dtype, transpose: bool) -> tuple[Tensor, ...]:
-    """Integers, which torch.equal and torch.compile take on every device."""
+    """Returns integers, which torch.equal and torch.compile accept on every device."""
     quantized = quantize(x, kind, dtype=dtype, transpose=transpose, backend=backend)
     parts = bits(quantized) + (() if quantized.transposed is None else bits(quantized.transposed))
     scale = quantized.tensor_scale
@@ -89,7 +89,7 @@ def bits(quantized: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def inputs(rows: int, T: int, H: int, dtype: torch.dtype, device: str) -> Inputs:
-    """Rows of every size; an even number of them for ``rows`` = 2."""
+    """Rows of every magnitude; an even number of them for ``rows`` = 2."""
     x = torch.randn(rows * T, H, device=device) * torch.logspace(-3, 3, rows * T, device=device)[:, None]
     return {"x": x.to(dtype)}
 

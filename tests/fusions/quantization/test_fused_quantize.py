@@ -24,7 +24,7 @@ def codes(quantized: Quantized) -> Tensor:
 
 
 def every_number(dtype: torch.dtype, largest: float, width: int, device: str) -> Tensor:
-    """[n, width]: all of a format of 16 bits up to ``largest``, which ends each row, so that scales are 1."""
+    """[n, width]: all numbers of a 16-bit format up to ``largest``, which ends each row so that scales are 1."""
     x = EVERY_BIT_PATTERN.view(dtype)
     x = x[x.abs() <= largest]
     x = torch.nn.functional.pad(x, (0, -len(x) % (width - 1))).view(-1, width - 1)
@@ -47,7 +47,7 @@ def test_every_number_of_16_bits_goes_to_the_nearest_of_8(of, dtype, kind, path,
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_of_16_bits_goes_to_the_nearest_of_4(of, path, device):
-    # 448 * 6 makes the scale of the tensor 1; with a 6 in each group, those of its groups are 1 too
+    # 448 * 6 makes the tensor's scale 1; with a 6 in each group, the group scales are 1 too
     x = torch.cat((every_number(of, 6.0, 16, device), torch.full((1, 16), 448 * 6.0, dtype=of, device=device)))
     quantized = quantize(x, "nvfp4", backend=path)
     assert quantized.tensor_scale.item() == 1.0
@@ -112,7 +112,7 @@ def test_the_smallest_and_the_largest_numbers_do_not_overflow(of, kind, path, de
     for size in (smallest, torch.finfo(of).tiny, torch.finfo(of).max):
         back = dequantize(quantize(torch.full((1, 128), size, device=device).to(of), kind, backend=path))
         assert back.isfinite().all()
-        assert back[0, 0].item() == pytest.approx(size, rel=0.13) or size < 1e-38  # there float32 has no digits left
+        assert back[0, 0].item() == pytest.approx(size, rel=0.13) or size < 1e-38  # where float32 has no digits left
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -122,13 +122,13 @@ def test_nan_stays_and_an_infinity_becomes_the_largest_number(kind, path, device
     x[0, 1], x[2, 5], x[2, 6] = float("nan"), float("inf"), float("-inf")
     back = dequantize(quantize(x, kind, backend=path), torch.bfloat16)
     largest = torch.finfo(torch.bfloat16).max
-    assert back[2, 5].item() == pytest.approx(largest, rel=0.5)  # a scale of 2^n cuts off up to 1/8
+    assert back[2, 5].item() == pytest.approx(largest, rel=0.5)  # a scale of 2^n clips up to 1/8
     assert back[2, 6] == -back[2, 5]
     where = back.isnan()
     assert where[0, 1]
-    assert where.sum() == (16 if kind == "nvfp4" else 1)  # 4 bits have no NaN, so its scale is
+    assert where.sum() == (16 if kind == "nvfp4" else 1)  # 4 bits have no NaN, so the scale is NaN
     if kind in ("row", "block128", "mxfp8"):
-        assert torch.equal(back[1], x[1])  # what has scales of its own
+        assert torch.equal(back[1], x[1])  # it has its own scales
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,7 +138,7 @@ def test_quantising_twice_changes_nothing(kind, device):
     torch.testing.assert_close(dequantize(quantize(once, kind)), once, rtol=1e-6 if kind != "nvfp4" else 0.2, atol=0.02)
 
 
-# relative L2 errors: with a fraction of n bits a number is off by 2^-(n + 1) at most, by 1 / sqrt(3) of it on average
+# relative L2 errors: with n fraction bits, a number is off by at most 2^-(n + 1), by 1 / sqrt(3) of that on average
 @pytest.mark.parametrize(("kind", "error"), [*((kind, 0.036) for kind in KINDS[:5]), ("nvfp4", 0.144)])
 def test_values_come_back_within_the_rounding_of_their_format(kind, error, device):
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ def key_for(device: str, tokens: Tensor = TOKENS) -> DropoutKey:
 
 
 def mask_of(p: float, key: DropoutKey | None, backend: str, H: int = 1500, feature_offset: int = 0) -> Tensor:
-    """The mask, by forward, after it was found to be the one of backward: bool [*tokens, H]."""
+    """The mask of forward, after checking that backward uses the same: bool [*tokens, H]."""
     tokens = TOKENS if key is None else key.tokens
     x = torch.ones(*tokens.shape, H, device=tokens.device, requires_grad=True)
     settings = {"key": key, "feature_offset": feature_offset, "backend": backend}
@@ -62,7 +62,7 @@ def test_the_mask_is_one_function_of_key_token_and_feature(backend, device):
     key = key_for(device)
     want = keep_mask(key, 0.3, 1500).cpu()
     assert torch.equal(mask_of(0.3, key, backend), want)
-    for first, last in ((0, 100), (1, 1100), (1026, 1500)):  # shards of features, also of no quads
+    for first, last in ((0, 100), (1, 1100), (1026, 1500)):  # shards of features, also not in quads
         assert torch.equal(mask_of(0.3, key, backend, last - first, first), want[..., first:last])
     assert torch.equal(mask_of(0.3, key_for(device, TOKENS[1:, ::2]), backend), want[1:, ::2])  # shards of tokens
 
@@ -150,7 +150,7 @@ def test_the_result_has_the_dtype_of_the_residual(backend, device):
     assert lower.dtype == torch.bfloat16
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of inf * 0 in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, for inf * 0 in the interpreter
 @pytest.mark.parametrize("backend", PATHS)
 def test_nan_and_inf_pass_through_dropped_elements_as_in_torch(backend, device):
     x = torch.tensor([float("nan"), float("inf"), 1.0, 2.0], device=device).repeat(1, 16)

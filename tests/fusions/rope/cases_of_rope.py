@@ -14,12 +14,12 @@ B, A, G = 2, 3, 2
 
 
 def head_size(width: int) -> int:
-    """2, 14, 128 and 254; and 128, for widths that are no heads."""
+    """2, 14, 128 and 254; and 128 for widths that are not head sizes."""
     return 2 * width if width < 128 else 128
 
 
 def sections_of(half: int) -> tuple[int, int, int]:
-    """Of so many pairs, those rotated by time, height and width."""
+    """The numbers of pairs, out of ``half``, rotated by time, height and width."""
     return half // 4, half // 3, half - half // 4 - half // 3
 
 
@@ -57,7 +57,7 @@ def formula(
     zero_centered: bool = False,
     sections: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Pairs as vectors, each times the matrix of its rotation."""
+    """Pairs as vectors, each multiplied by its rotation matrix."""
     matrix = torch.stack((cos, sin, -sin, cos) if inverse else (cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
     if sections and positions is not None:
         half = cos.shape[-1]
@@ -108,7 +108,7 @@ def case(name: str, *given: str, partial_rotary: bool = False, **settings: Any) 
         partial(compute, partial_rotary=partial_rotary, **settings),
         partial(formula, **settings),
         terms=terms,
-        cancels=("0", "1", "dq", "dk"),  # sums of two terms, of any sign
+        cancels=("0", "1", "dq", "dk"),  # sums of two terms of either sign
         cost=cost.rope,
         constant=("cos", "sin"),
         shared=("cos", "sin", "positions", "q_norm_weight", "k_norm_weight"),

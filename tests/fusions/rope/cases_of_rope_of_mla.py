@@ -12,11 +12,11 @@ from megalith.fusions.rope.mla_rope import FUSION
 from megalith.fusions.rope.rope import FUSION as ROPE
 from tests.fusions.harness import Case, Inputs
 
-B, A, K, V = 2, 3, 6, 5  # heads of no power of two
+B, A, K, V = 2, 3, 6, 5  # head sizes that are not powers of two
 
 
 def rotary_dim(width: int) -> int:
-    """2, 14 and 128; and 64, for rotated widths of no model."""
+    """2, 14 and 128; and 64 for rotated widths that no model has."""
     return 2 * width if width < 65 else 64
 
 
@@ -27,7 +27,7 @@ def tables(num_rows: int, half: int, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool = False) -> Tensor:
-    """``x`` [..., A, R] of tokens [S] or [S, B]: pairs 2i and 2i + 1, written to i and i + R/2 or where they were."""
+    """Rotates ``x`` [..., A, R] of tokens [S] or [S, B]: pairs 2i and 2i + 1, written to i and i + R/2 or in place."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
     shape = (len(x), *([1] * (x.dim() - 2)), cos.shape[-1])
@@ -95,7 +95,7 @@ def kv_case(name: str, packed: bool, **settings: Any) -> Case:
         partial(kv_compute, **settings),
         partial(kv_formula, **settings),
         terms=lambda **_: {"dk_pos_emb": 2 * A},
-        cancels=("0", "dk_pos_emb"),  # sums of terms of any sign
+        cancels=("0", "dk_pos_emb"),  # sums of terms of either sign
         cost=cost.mla_rope_kv,
         constant=("cos", "sin"),
         shared=("cos", "sin", "positions"),

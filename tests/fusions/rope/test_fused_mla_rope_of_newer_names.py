@@ -31,7 +31,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def by_complex_numbers(x: Tensor, inverse: bool, remove_interleaving: bool) -> Tensor:
-    """``x`` [S, ..., R] whose pairs 2i and 2i + 1 are numbers that are multiplied by exp(i angle)."""
+    """``x`` [S, ..., R], with pairs 2i and 2i + 1 as complex numbers multiplied by exp(i angle)."""
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
     angles = (-ANGLES if inverse else ANGLES).view(S, *[1] * (x.dim() - 2), R // 2)
     y = pairs * torch.polar(torch.ones_like(angles), angles)
@@ -105,7 +105,7 @@ def test_autograd_is_told_of_what_is_overwritten():
     leaf = draw(S, B, A, K + R).requires_grad_()
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         fused_mla_rope_inplace(leaf, *tables(), K, R)
-    saved = leaf.exp()  # whose gradient is made of its value
+    saved = leaf.exp()  # its gradient is computed from its value
     fused_mla_rope_inplace(saved, *tables(), K, R)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()

@@ -75,7 +75,7 @@ def test_a_table_says_itself_whether_its_angles_stand_in_both_halves_or_side_by_
     t, (cos, sin) = draw(S, B, A, K + R), tables()
     in_halves = [
         torch.cat((table, table), dim=-1)[:, None, None] for table in (cos, sin)
-    ]  # as Megatron's YaRN has them
+    ]  # as in Megatron's YaRN
     want = fused_apply_mla_rope_for_q(t, cos, sin, K, R, rotary_interleaved=True)
     assert torch.equal(fused_apply_mla_rope_for_q(t, *in_halves, K, R, rotary_interleaved=True), want)
     assert not torch.equal(fused_apply_mla_rope_for_q(t, *in_halves, K, R), want)
@@ -129,7 +129,7 @@ def test_gradients_of_the_shared_part_are_summed_in_float32(backend):
     kv = torch.zeros(1, 1, 3, 2, dtype=torch.bfloat16, requires_grad=True)
     k_pe = torch.zeros(1, 1, 1, 2, dtype=torch.bfloat16, requires_grad=True)
     k, _ = fused_apply_mla_rope_for_kv(kv, k_pe, torch.ones(1, 1), torch.zeros(1, 1), 2, 1, 1, backend=backend)
-    dk = torch.tensor([512.0, 1.0, -512.0], dtype=torch.bfloat16).view(1, 1, 3, 1).expand_as(k)  # 513 is no bfloat16
+    dk = torch.tensor([512.0, 1.0, -512.0], dtype=torch.bfloat16).view(1, 1, 3, 1).expand_as(k)  # 513 is not a bfloat16
     (dk_pe,) = torch.autograd.grad(k, k_pe, dk)
     assert dk_pe.flatten().tolist() == [1.0, 1.0]
 

@@ -121,7 +121,7 @@ def test_a_norm_comes_before_the_rotation_and_is_that_of_torch():
 @pytest.mark.parametrize("backend", PATHS)
 def test_sections_rotate_by_time_height_and_width(backend):
     cos, sin = tables(9)
-    positions = torch.tensor([[0, 1, 2, 3, 3], [4, 4, 5, 5, 6], [7, 8, 7, 8, 7]])  # of time, height, width
+    positions = torch.tensor([[0, 1, 2, 3, 3], [4, 4, 5, 5, 6], [7, 8, 7, 8, 7]])  # by time, height, width
     chosen = [torch.cat([t[positions[i], i : i + n] for i, n in ((0, 1), (1, 1), (2, 2))], dim=-1) for t in (cos, sin)]
     want, _ = fused_rope(heads(A), None, *chosen, backend=backend)
     got, _ = fused_rope(heads(A), None, cos, sin, positions=positions, sections=(1, 1, 2), backend=backend)

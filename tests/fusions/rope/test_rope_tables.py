@@ -24,7 +24,7 @@ BASE, R = 50000.0, 64
 
 
 def of_transformers(rope_type: str, **parameters: object) -> tuple[torch.Tensor, float]:
-    """The frequencies and the concentration of heads of R features."""
+    """transformers' frequencies and concentration for heads of R features."""
     rope = {"rope_type": rope_type, "rope_theta": BASE, **parameters}
     config = LlamaConfig(hidden_size=R, num_attention_heads=1, head_dim=R, rope_parameters=rope)
     return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))

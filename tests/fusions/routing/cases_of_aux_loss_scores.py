@@ -25,7 +25,7 @@ def formula(logits: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
 
 
 class ScoreCase(Case):
-    """Scores that sum up to one have no gradient where all of theirs are equal, only rounding."""
+    """Scores sum to one, so equal upstream gradients would leave only rounding; these differ."""
 
     def expanded(self, dy: Tensor) -> Tensor:
         return torch.linspace(0.5, 2.0, dy.shape[-1], device=dy.device).to(dy.dtype).expand(dy.shape)

@@ -67,7 +67,7 @@ def test_many_equal_logits_are_chosen_alike_by_every_path(path, device):
         assert fused_topk_router(logits, 4, **settings, backend=path).indices.equal(want)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_nan_is_chosen_as_inf_and_makes_the_weights_nan(sign, path, device):

@@ -52,7 +52,7 @@ def formula(
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxCase(Case):
-    """A case whose backward, on the paths that are ours, starts from the rounded probabilities: they keep no others."""
+    """Backward on Megalith's own paths starts from the rounded probabilities, which is all that they keep."""
 
     kept: Tensor | None = None
 
@@ -65,7 +65,7 @@ class SoftmaxCase(Case):
     def expected(self, inputs: Inputs, dy: Sequence[Tensor]) -> dict[str, Tensor]:
         found = super().expected(inputs, dy)
         if self.kept is None:
-            return found  # all by autograd
+            return found  # all from autograd
         p, g = self.kept.double(), dy[0].double()
         r = (p * g).sum(-1, keepdim=True)
         found["dscores"] = self.formula.keywords.get("scale", 1.0) * p * (g - r)
@@ -75,7 +75,7 @@ class SoftmaxCase(Case):
         return found
 
     def expanded(self, dy: Tensor) -> Tensor:
-        # a constant has no gradient through probabilities that sum to 1, but for rounding
+        # a constant upstream gradient has no gradient through probabilities that sum to 1, except rounding
         return torch.randn(dy.shape[-1:], device=dy.device).to(dy.dtype).expand(dy.shape)
 
 
@@ -90,7 +90,7 @@ def case(name: str, *given: str, mask: tuple[int, ...] | None = None, **settings
         terms=lambda scores, **_: {"dscores": scores.shape[-1], "dsink": B * Sq * scores.shape[-1]},
         cost=partial(cost.masked_softmax, **settings),
         shared=("mask",),
-        # a share of 16385 keys is a subnormal number in float16, which has no relative accuracy
+        # a probability over 16385 keys is subnormal in float16, without relative accuracy
         widths=[width for width in WIDTHS if width <= 4096],
     )
 

@@ -35,7 +35,7 @@ def test_values_worked_out_by_hand(backend, device):
     x = torch.tensor([1.0, 3.0, 9.0], device=device).log().expand(1, 2, 3)
     thirteenths = [1 / 13, 3 / 13, 9 / 13]
     assert masked_softmax(x, backend=backend)[0, 0].tolist() == pytest.approx(thirteenths)
-    # two queries and three keys: the queries stand at the second key and at the third
+    # two queries and three keys: the queries are at the positions of the second and third key
     causal = masked_softmax(x, causal=True, backend=backend)[0]
     assert causal[0].tolist() == pytest.approx([1 / 4, 3 / 4, 0])
     assert causal[1].tolist() == pytest.approx(thirteenths)
@@ -61,7 +61,7 @@ def test_a_query_that_sees_nothing_has_zeros_and_no_gradient(backend, device):
         assert p[1, :, 1].all()
         assert dx.isfinite().all()
     below = x.detach().clone()
-    below[0, 0, 0] = -INF  # masked by an additive mask, before
+    below[0, 0, 0] = -INF  # masked beforehand by an additive mask
     assert masked_softmax(below, backend=backend)[0, 0, 0].tolist() == [0.0] * 5
 
 
@@ -113,14 +113,14 @@ def test_what_is_hidden_is_not_read(backend, device):
         assert torch.equal(masked_softmax(x, backend=backend, **given), masked_softmax(want, backend=backend, **given))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from numpy, for inf - inf in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, for inf - inf in the interpreter
 @pytest.mark.parametrize("backend", PATHS)
 def test_nan_and_inf_make_a_row_nan_as_in_torch(backend, device):
     x = torch.tensor([[[1.0, float("nan"), 2.0], [1.0, INF, 2.0], [1.0, -INF, 1.0]]], device=device)
     assert str(masked_softmax(x, backend=backend).tolist()) == str([[[float("nan")] * 3] * 2 + [[0.5, 0.0, 0.5]]])
 
 
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, of a difference that is -inf, as it should
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, for a difference that is rightly -inf
 @pytest.mark.parametrize("backend", PATHS)
 def test_large_scores_do_not_overflow(backend, device):
     x = torch.tensor([[[3e38, 3e38, -3e38]]], device=device)
@@ -151,7 +151,7 @@ def test_a_sink_learns_and_0_is_the_off_by_one_softmax():
     p = SoftmaxOne(-1, offset)(x)
     want = x.exp() / (1 + x.exp().sum(-1, keepdim=True))
     torch.testing.assert_close(p, want)
-    torch.testing.assert_close(SoftmaxOne()(x), want)  # dim is None, as in the field
+    torch.testing.assert_close(SoftmaxOne()(x), want)  # dim=None, as in Megatron
     assert torch.equal(SoftmaxOne(-1)(x), SoftmaxOne()(x))
     p[..., 0].sum().backward()
     assert offset.grad.abs().min() > 0
@@ -214,7 +214,7 @@ def test_the_torch_path_masks_by_the_function_that_it_was_given():
     x = scores(1, 1, 3, 3, dtype=torch.float16).detach()
     before, mask = x.clone(), torch.tensor([True, False, False]).expand(1, 1, 3, 3)
     p = module(AttnMaskType.causal, False, mask_func=mask_func)(x, mask)
-    assert p[0, 0, 0].tolist() == pytest.approx([1 / 3] * 3, abs=1e-3)  # nothing is seen, and a finite fill is uniform
+    assert p[0, 0, 0].tolist() == pytest.approx([1 / 3] * 3, abs=1e-3)  # nothing is visible: a finite fill is uniform
     assert p.dtype == torch.float16
     assert torch.equal(x, before)
     assert seen[0][0] == torch.float32
