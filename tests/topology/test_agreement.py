@@ -14,7 +14,7 @@ from tests.rank_pool import ranks
 
 
 def errors_of(failing: dict[int, Exception]) -> tuple[str, bool, bool]:
-    """The error that this rank is left with, whether it shows the one that was raised here, and whether all have it."""
+    """The error on this rank, whether its cause is the one that was raised here, and whether every rank has it."""
     error = failing.get(dist.get_rank())
     try:
         with agreed("saving"):
@@ -49,7 +49,7 @@ def test_ranks_are_named_unless_all_have_the_error():
 
 
 def fails_unforeseen_on_rank_1(error: BaseException, collective: bool) -> tuple[str, bool]:
-    """What this rank is left with, and whether its traceback shows the line that raised."""
+    """The error on this rank, and whether its traceback shows the line that raised."""
 
     def go_wrong() -> None:
         if dist.get_rank() == 1:
@@ -88,7 +88,7 @@ def test_an_unforeseen_error_keeps_its_type_and_traceback_and_ends_the_others(er
 
 
 def reads_ahead(failing_step: int) -> tuple[int, str]:
-    """A loop whose only collective in a good step is its own; the step at which it ended, and the error."""
+    """A loop whose successful steps have no collective but its own; the step at which it ended, and the error."""
     for step in range(5):
         with attempt() as reading:
             if dist.get_rank() == 1 and step == failing_step:

@@ -25,12 +25,12 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One collective and what it means: ``joint`` maps the inputs of all ranks to the outputs of all ranks."""
+    """One collective and its meaning: ``joint`` maps the inputs of all ranks to the outputs of all ranks."""
 
     region: Callable[..., Tensor]
     joint: Callable[[list[Tensor]], list[Tensor]]
-    same_input: bool = False  # one tensor that all ranks hold: its gradient is the sum over its uses
-    same_output: bool = False  # one tensor that all ranks hold: its gradient counts once
+    same_input: bool = False  # one tensor held by all ranks: its gradient is the sum over its uses
+    same_output: bool = False  # one tensor held by all ranks: its gradient counts once
 
 
 def total(xs: list[Tensor]) -> Tensor:
@@ -119,7 +119,7 @@ def test_gradients_without_strides_count_in_full():
 
 
 def route_unevenly() -> list[float]:
-    """What this rank receives when rank r sends (2 r + to) % 3 rows of 10 r + to to each; gradients retrace the way."""
+    """What this rank receives when rank r sends (2 r + to) % 3 rows of 10 r + to to each; gradients go back."""
     W, rank = dist.get_world_size(), dist.get_rank()
     sent = [(2 * rank + to) % 3 for to in range(W)]
     received = [(2 * source + rank) % 3 for source in range(W)]
@@ -141,7 +141,7 @@ def test_rows_are_routed_unevenly_and_their_gradients_back():
 
 
 def refused(region: Callable[..., Tensor], shape: tuple[int, ...], *args: object) -> str:
-    """The refusal on this rank, after which the group still works."""
+    """The refusal on this rank, after checking that the group still works."""
     with pytest.raises(ShapeError) as refusal:
         region(torch.ones(shape), dist.group.WORLD, *args)
     together = torch.ones(())

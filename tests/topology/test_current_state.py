@@ -28,7 +28,7 @@ def known_groups() -> int:
 
 
 def sums_over_every_axis(sizes: dict[str, int], grid_sizes: dict[str, int]) -> tuple[int, int]:
-    """Holds each group's all-reduce of ranks to the grid; how many groups were asked for, and how many there were."""
+    """Compares each group's all-reduce of ranks with the grid; returns how many groups were requested and created."""
     before, asked = known_groups(), 0
     state = initialize_model_parallel(**sizes)
     assert known_groups() == before, "groups are made when they are asked for"
@@ -70,7 +70,7 @@ def sums_over_every_axis(sizes: dict[str, int], grid_sizes: dict[str, int]) -> t
             {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_tensor_parallel_size": 1}
             | {"expert_model_parallel_size": 4},
             {"tensor": 2, "context": 2, "expert_tensor": 1, "expert": 4},
-            (5, 4),  # edp is the same ranks as dp
+            (5, 4),  # edp spans the same ranks as dp
         ),
     ],
     ids=str,
@@ -80,7 +80,7 @@ def test_sums_of_ranks_are_those_of_the_groups_and_destroying_leaves_none(num_ra
 
 
 def initialize_again_and_again() -> list[int]:
-    """Two layouts one after the other, and a third inside of the second, each with a group that is used."""
+    """Two layouts one after the other, and a third nested in the second, each with a group that is used."""
     sums = []
 
     def add() -> None:

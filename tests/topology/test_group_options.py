@@ -73,7 +73,7 @@ def test_a_group_of_nccl_may_have_nccl_options(monkeypatch):
 
 
 def asked_of_torch() -> list[tuple[Any, ...]]:
-    """What a group of both ranks is made with, where torch has NCCL."""
+    """The arguments with which a group of both ranks is created, if torch has NCCL."""
     asked: list[tuple[Any, ...]] = []
 
     class Options:

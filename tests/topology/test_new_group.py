@@ -12,7 +12,7 @@ from tests.rank_pool import ranks
 
 
 def _after_the_slow_one() -> bool:
-    """Whether this rank's group came when that of rank 0, which connects half a second later, was there."""
+    """Whether rank 0's group, which connects half a second later, was connected when this rank's call returned."""
     store = distributed_c10d._get_default_store()
     connect: Callable[..., ProcessGroup] = dist.new_group
 

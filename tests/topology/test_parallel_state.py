@@ -13,7 +13,7 @@ from megalith.topology.parallel_state import ParallelState, current_parallel_sta
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.script_options import ScriptOptions
 
-# Megatron-Core's enumerations for world 16, tp 2, cp 2, dp 2, pp 2 and etp 1, ep 4, edp 2: of rank 13, which is
+# Megatron-Core's enumerations for world 16, tp 2, cp 2, dp 2, pp 2 and etp 1, ep 4, edp 2: those of rank 13, which is
 # (tp 1, cp 0, dp 1, pp 1) and (ep 1, edp 1, pp 1)
 DENSE_13 = {
     "tensor_model_parallel": [12, 13],
@@ -34,7 +34,7 @@ EXPERT_13 = {
 
 
 class RecordedState(ParallelState):
-    """Gives the ranks of a group for the group, so that no process is needed."""
+    """Returns a group's ranks in place of the group, so that no process is needed."""
 
     def _made(self, ranks, axes):
         return ranks
@@ -101,11 +101,11 @@ def test_levels_of_context_parallelism_are_those_of_the_script():
         parallel_state.get_hierarchical_context_parallel_groups()
 
 
-FOUR_STAGES = {"tensor": 2, "pipeline": 4}  # rank 13 is stage 3, of ranks 1, 5, 9, 13
+FOUR_STAGES = {"tensor": 2, "pipeline": 4}  # rank 13 is stage 3 of the stages on ranks 1, 5, 9, 13
 
 
 def answers(ask: Callable[[], object], script: ScriptOptions | None = None) -> list[object]:
-    """What each stage of the pipeline of rank 1 says."""
+    """The answer on each stage of the pipeline of rank 1."""
     found = []
     for rank in (1, 5, 9, 13):
         with use(state_of(rank, script, **FOUR_STAGES)):

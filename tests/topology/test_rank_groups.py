@@ -46,7 +46,7 @@ def test_an_all_reduce_adds_the_ranks_of_the_group_in_three_dimensions():
 
 
 def count_groups(sizes: dict[str, int], asked: list[str]) -> int:
-    """How many groups are made when ``asked`` are asked for, twice each; and none before."""
+    """How many groups are created when each of ``asked`` is requested twice; before that, none."""
     made = []
     new_group = dist.new_group
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +63,7 @@ def count_groups(sizes: dict[str, int], asked: list[str]) -> int:
         ({"tensor": 2}, [], 0),
         ({"tensor": 2}, ["tp"], 1),
         ({"tensor": 2}, ["cp", "pp", "dp_replicate"], 0),
-        ({"tensor": 2}, ["dp", "dp_shard", "dp-cp"], 1),  # three names of the same ranks
+        ({"tensor": 2}, ["dp", "dp_shard", "dp-cp"], 1),  # three names for the same ranks
         ({"tensor": 2, "pipeline": 2}, ["tp", "dp", "pp", "tp-pp"], 3),  # Megatron-Core makes 21 for these four ranks
         ({"replicate": 2}, ["dp_shard", "dp_replicate", "dp", "tp-dp-cp"], 3),
     ],
@@ -111,7 +111,7 @@ def test_the_mesh_is_of_this_stage(sizes, order, meshes):
 
 
 class Column(nn.Module):
-    """x W^T for a W [7, 8] whose 7 rows are split over tp, unevenly."""
+    """x W^T for a W [7, 8] whose 7 rows are split unevenly over tp."""
 
     def __init__(self, whole: Tensor, pg_collection: ProcessGroupCollection) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Column(nn.Module):
 
 
 def train_on_the_mesh(sizes: dict[str, int]) -> str:
-    """One AdamW step on gradients summed over dp, held to the same step in one process; the placements at the end."""
+    """One AdamW step on gradients summed over dp, compared with one process; returns the final placements."""
     torch.manual_seed(0)
     whole, xs = torch.randn(7, 8, dtype=torch.float64), torch.randn(4, 3, 8, dtype=torch.float64)
     alone = Column(whole.clone(), ProcessGroupCollection.single())
@@ -167,7 +167,7 @@ def test_fsdp_and_dtensor_share_the_mesh(num_ranks, sizes, placed):
 
 
 def collected(sizes: dict[str, int]) -> tuple[str, bool, dict[str, tuple[int, int]]]:
-    """What is shown of a collection, whether it speaks for its tokens, and (size, rank) along each axis."""
+    """The repr of a collection, whether it speaks for its tokens, and (size, rank) along each axis."""
     state = state_of(**sizes)
     pg_collection = state.collection()
     assert pg_collection == state.collection()
@@ -200,7 +200,7 @@ def test_a_collection_knows_sizes_and_ranks():
         ({"tensor": 2}, [0, 2]),
         ({"pipeline": 2}, [2, 3]),  # the last stage has the loss
         ({"tensor": 2, "pipeline": 2}, [2]),
-        ({"context": 2}, [0, 1, 2, 3]),  # each has tokens of its own
+        ({"context": 2}, [0, 1, 2, 3]),  # each has its own tokens
     ],
     ids=str,
 )
@@ -298,7 +298,7 @@ def test_options_of_no_group_or_of_one_twice_are_refused(options, message):
 
 
 def two_jobs() -> tuple[list[int], list[int], int, str]:
-    """Ranks 0 and 1 are one job, 2 to 4 the other, each with a layout of its own and one collective over its dp."""
+    """Ranks 0 and 1 are one job, 2 to 4 the other, each with its own layout and one collective over its dp."""
     first = dist.get_rank() < 2
     grid = RankGrid(2, tensor=2) if first else RankGrid(3, context=3)
     state = ParallelState(grid, rank_offset=0 if first else 2)
@@ -337,7 +337,7 @@ def known_groups() -> int:
 
 
 def destroy_and_make_again() -> list[int]:
-    """Sums over a stage's ranks, and over pipelines, of a state that is destroyed in between."""
+    """Sums over the ranks of a stage and over pipelines, with the state destroyed in between."""
     before, sums = known_groups(), []
     state = state_of(tensor=2, pipeline=2)
     for _ in range(3):
@@ -361,11 +361,11 @@ def test_a_state_that_is_destroyed_leaves_no_group_and_can_be_made_again():
 
 
 def make_groups_that_others_have_not() -> list[int]:
-    """The first and last of four stages share a group, the others have none; then all make one over the pipeline."""
+    """The first and last of four stages share a group, the others have none; then all create one over the pipeline."""
     state, sums = state_of(pipeline=4), []
     groups = [state.embedding_group()] if dist.get_rank() in (0, 3) else []
     if dist.get_rank() == 0:
-        dist.new_group([0], use_local_synchronization=True)  # a script's own
+        dist.new_group([0], use_local_synchronization=True)  # created by a user's script
     for group in [*groups, state.group("pp")]:
         together = torch.tensor(dist.get_rank())
         dist.all_reduce(together, group=group)
@@ -381,10 +381,10 @@ def destroy_after_the_world() -> None:
     with pytest.MonkeyPatch.context() as patch:
         state = state_of(tensor=2)
         group = state.group("tp")
-        dist.barrier(group)  # a rank that ends a group while another still connects breaks it there
+        dist.barrier(group)  # if a rank destroys a group while another is still connecting, that one fails
         patch.setattr(dist, "is_initialized", lambda: False)
         state.destroy()
-    dist.destroy_process_group(group)  # was left alone: it would have ended with the world
+    dist.destroy_process_group(group)  # not destroyed by the state, since it would have ended with the world
 
 
 def test_groups_that_ended_with_the_world_are_forgotten():
