@@ -8,7 +8,7 @@ from megalith.config import TransformerConfig
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
-# a prime vocabulary; heads in groups; F is no power of two
+# a prime vocabulary; grouped heads; F is not a power of two
 _SIZES = {
     "vocab_size": 31,
     "num_layers": 2,

@@ -32,7 +32,7 @@ def built(**changes: object) -> SelfAttention:
     name_dropout_sites_(layer)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(layer):
-            if len(spec.shape) == 1:  # biases start at zero, where mistakes would not show
+            if len(spec.shape) == 1:  # biases start at zero, which would hide mistakes
                 parameter.add_(len(name) / 20.0)
     return layer
 
@@ -127,7 +127,7 @@ def on_this_rank(groups: int, sequence_parallel: bool, packed: bool, drops: bool
 
 
 def check_split(tp: int, groups: int, sequence_parallel: bool, packed: bool, drops: bool) -> None:
-    """Output and every gradient on ``tp`` ranks are those of one process."""
+    """Output and every gradient on ``tp`` ranks match those of one process."""
     want = results(built(num_query_groups=groups), x_of(), x_of().sin(), packed=packed, drops=drops)
     answers = ranks(tp, on_this_rank, groups, sequence_parallel, packed, drops)
     for name, value in want.items():
@@ -151,7 +151,7 @@ def test_ranks_that_share_a_group_of_heads_have_its_exact_gradient(tp, groups, s
 
 
 def read_in_pieces(groups: int) -> tuple[Tensor, list[int]]:
-    """What one token at a time gives on this rank, and the shape of its cache."""
+    """The outputs of one token at a time on this rank, and the shape of its cache."""
     layer, cache = built(num_query_groups=groups, pg_collection=collection(4)), KVCache(S)
     outs = [layer(x, LayerContext(rotary=table(i, i + 1), cache=cache)) for i, x in enumerate(x_of().split(1))]
     return torch.cat(outs).detach(), list(cache.held[0].shape)

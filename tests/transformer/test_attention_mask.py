@@ -14,12 +14,12 @@ from megalith.transformer.layer_context import LayerContext
 
 CPU = torch.device("cpu")
 S, B, A, G, D = 6, 7, 4, 2, 3
-EXACT, SINGLE = 1e-12, 1e-5  # a few roundings of float64, and of float32
+EXACT, SINGLE = 1e-12, 1e-5  # a few roundings in float64, and in float32
 LENGTHS = [[6], [1, 5], [2, 4], [3, 3], [1, 1, 4], [2, 2, 2], [1] * 6]
 
 
 def padded() -> PackedSeqParams:
-    """Rows of 6, 5, .. 0 tokens, padded on the right, and one of 3 that is padded on both sides."""
+    """Rows of 6, 5, .. 0 tokens, padded on the right, and one of 3 padded on both sides."""
     is_token = torch.arange(S) < torch.tensor([[6], [5], [4], [2], [1], [0], [0]])
     is_token[6, 2:5] = True
     return PackedSeqParams.from_padding(is_token)
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[AttentionMask, PackedSeqParams | None]] = {
 
 
 def drawn(seen: Tensor) -> list[str]:
-    """A mask as text, one word a query: "x" where it sees the key."""
+    """A mask as text, one word per query: "x" where it sees the key."""
     return ["".join("x" if key else "." for key in query) for query in seen.tolist()]
 
 
@@ -124,7 +124,7 @@ def with_gradients(out: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def spelled_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, kept: Tensor) -> Tensor:
-    """Attention as a plain softmax over the keys that are seen, each probability times ``kept``, [B, A, S, S]."""
+    """Attention as a plain softmax over visible keys, each probability multiplied by ``kept``, [B, A, S, S]."""
     k, v = (x.repeat_interleave(A // G, dim=2) for x in (k, v))
     scores = torch.einsum("sbad,tbad->bast", q, k) / D**0.5
     weights = torch.where(seen, scores.exp(), 0.0)

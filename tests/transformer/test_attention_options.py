@@ -32,9 +32,9 @@ from tests.transformer.shapes import config, options
 
 S, B, H, A, G, D = 8, 2, 16, 4, 2, 6
 P = 0.3
-EPS = 1e-3  # large, so that a wrong place for it shows
+EPS = 1e-3  # large, so that using it in the wrong place shows
 EXACT = 1e-12
-FLOAT32 = 1e-5  # these modules of transformers take their softmax, or their norms, in float32
+FLOAT32 = 1e-5  # these transformers modules compute their softmax, or their norms, in float32
 ALL = {
     "softmax": "learnable",
     "qk_norm": "LayerNorm",
@@ -72,7 +72,7 @@ def built(attention: Mapping[str, Any], groups: int = G, dropout: float = 0.0, *
     name_dropout_sites_(layer)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(layer):
-            if len(spec.shape) == 1:  # ones and zeros would not show, nor would the same shift of every score
+            if len(spec.shape) == 1:  # initial ones and zeros hide mistakes, and so does shifting every score equally
                 steps = torch.linspace(-0.4, 0.6, spec.shape[0], dtype=torch.float64) + len(name) / 40.0
                 values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 values.add_(slice_of(steps, local_ranges(parameter)))
@@ -110,7 +110,7 @@ SIZES = {
     "layer_types": ["full_attention"],
     "attn_implementation": "eager",
 }
-# the module of transformers and its settings, ours, how far apart they may be
+# transformers' module and its settings, our settings, the tolerance
 PEERS: dict[str, tuple[type, Any, dict[str, Any], float]] = {
     "gpt-oss": (
         GptOssAttention,
@@ -135,7 +135,7 @@ PEERS: dict[str, tuple[type, Any, dict[str, Any], float]] = {
 
 
 def as_ours(theirs: Mapping[str, Tensor], has_gate: bool, of_gradients: bool) -> dict[str, Tensor]:
-    """Their tensors under our names; Qwen3-Next has each head's gate after its query, and norms of gain 1 + weight."""
+    """Their tensors under our names; Qwen3-Next has each head's gate after its query, and norms with 1 + weight."""
     found = {name: tensor for name, tensor in theirs.items() if not (has_gate and name.startswith("q_proj"))}
     if has_gate:
         for part in ("weight", "bias"):
@@ -173,7 +173,7 @@ def test_it_is_the_attention_of_transformers_forward_and_backward(module, shape,
 
 
 def formula(layer: SelfAttention, attention: Mapping[str, Any], x: Tensor, visible: Tensor, drops: bool) -> Tensor:
-    """Head by head, from the weights of ``layer``; ``visible`` [B, S, S]."""
+    """Computes it head by head, from the weights of ``layer``; ``visible`` [B, S, S]."""
     w, out = dict(layer.named_parameters()), x.new_empty(S, B, A, D)
     q, k, v = (linear(x, w[f"{n}_proj.weight"], w.get(f"{n}_proj.bias")).view(S, B, -1, D) for n in "qkv")
     kind = attention.get("qk_norm")
@@ -273,7 +273,7 @@ def on_this_rank(sequence_parallel: bool, groups: int, drops: bool) -> dict[str,
     return found
 
 
-# ranks of tp and groups of heads, sequence parallelism, dropout; in `make test` each of the first two once
+# ranks of tp, query groups, sequence parallelism, dropout; `make test` takes each of the first two once
 SPLITS = [(*split, *ways) for split in ((2, 2), (2, 1), (4, 2), (4, 1)) for ways in product([False, True], repeat=2)]
 
 

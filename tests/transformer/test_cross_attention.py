@@ -60,7 +60,7 @@ def by_formula(layer: CrossAttention, x: Tensor, e: Tensor, scale: float, seen: 
 
 
 def padded(Sd: int, Se: int) -> PairedDocuments:
-    """Rows with padding before and after, and a decoder whose encoder's row has no tokens."""
+    """Rows with padding before and after, and a decoder row whose encoder row has no tokens."""
     is_token = torch.zeros(B, Se, dtype=torch.bool)
     is_token[0, 1 : Se - 1] = True
     return PairedDocuments.from_padding(is_token, torch.arange(Sd) < torch.tensor([[Sd - 1], [Sd]]))
@@ -101,7 +101,7 @@ def test_documents_of_packed_rows_belong_together_by_their_ordinals():
     encoder, decoder = (PackedSeqParams.from_lengths(rows) for rows in ([[2, 3], [4, 1]], [[1, 1, 2], [2, 1, 1]]))
     seen = PairedDocuments.from_packed(encoder, decoder).seen(torch.arange(4))
     want = [
-        ["11...", "..111", ".....", "....."],  # the third document of the decoder has no partner
+        ["11...", "..111", ".....", "....."],  # the decoder's third document has no counterpart
         ["1111.", "1111.", "....1", "....."],
     ]
     assert [["".join(".1"[key] for key in query) for query in row] for row in seen[:, 0].int().tolist()] == want

@@ -56,7 +56,7 @@ def attend(
 
 
 def spelled_out(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, keep: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """Head by head; ``visible`` [B, S, S], ``keep`` [B, A, S, S]."""
+    """Computes it head by head; ``visible`` [B, S, S], ``keep`` [B, A, S, S]."""
     out = torch.empty_like(q)
     for b in range(q.shape[1]):
         for a in range(q.shape[2]):
@@ -206,7 +206,7 @@ def test_narrow_inputs_with_dropout_stay_narrow_and_near():
     got = attend(q, k, v, None, 0.3, key_of())
     want = attend(q.double(), k.double(), v.double(), None, 0.3, key_of())
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=4e-2)  # scores, probabilities and output rounded
+    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=4e-2)  # scores, probabilities and output are rounded
 
 
 def over_ranks(mask: AttentionMask, p: float, window: int | None) -> Tensor:

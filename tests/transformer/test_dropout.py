@@ -20,7 +20,7 @@ def key(seed: int = 1) -> DropoutKey:
 
 
 def model(*names: str) -> nn.Module:
-    """Modules of these names that each have a dropout, 0.5 of it."""
+    """Modules with these names, each with a dropout of 0.5."""
     return nn.ModuleDict({name: nn.ModuleDict({"drop": DropoutSite(0.5)}) for name in names})
 
 

@@ -25,7 +25,7 @@ def built(**changes: object) -> LearnedPositions:
 
 
 def results(layer: LearnedPositions, positions: Tensor, rank: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
-    """This rank's part of the output, and the whole gradient of the weight."""
+    """This rank's part of the output, and the unsharded gradient of the weight."""
     y = layer(positions)
     rows = positions.shape[0] if positions.dim() == 2 else 1
     y.backward(torch.arange(S * rows * H, dtype=torch.float64).view(S, rows, H).chunk(size)[rank])

@@ -98,7 +98,7 @@ def test_norms_are_where_their_placement_says_and_what_is_added_has_its_factor(p
     with torch.no_grad():
         for number, (name, parameter) in enumerate(layer.named_parameters()):
             if name.endswith("layernorm.weight"):
-                parameter.add_(0.1 * number)  # no norm in another's place
+                parameter.add_(0.1 * number)  # makes the norms distinguishable
     tokens = replace(key(), tokens=key().tokens.t())  # [S, B]
 
     def dropped(y: Tensor, name: str) -> Tensor:
@@ -122,7 +122,7 @@ def test_norms_are_where_their_placement_says_and_what_is_added_has_its_factor(p
 
 
 class Halved(nn.Module):
-    """A feed-forward of another kind, which looks at the context."""
+    """Another kind of feed-forward, which reads the context."""
 
     def __init__(self, settings: TransformerConfig, build: BuildOptions) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_its_parts_are_those_of_the_spec_and_each_is_given_the_context():
     initialize_parameters_(layer, seed=1)
     assert [name for name, _ in layer.named_parameters() if name.startswith("mlp")] == []
     x = x_of()
-    # alone with itself a token's attention is its own value
+    # the attention of a single token is its own value
     value = layer.self_attn.v_proj(layer.input_layernorm(x)).view(S, B, 2, D).repeat_interleave(2, dim=2).flatten(2)
     h = x + layer.self_attn.o_proj(value)
     want = h + layer.post_attention_layernorm(h) / 2.0
@@ -166,7 +166,7 @@ def kept_bytes(recompute: str, drops: bool) -> int:
     """Bytes of activations that a forward keeps for backward, each storage once, without weights."""
     model = built(recompute=recompute)
     storages = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
-    alive: list[Tensor] = []  # a freed storage's address may come again
+    alive: list[Tensor] = []  # a freed storage's address may be reused
 
     def note(tensor: Tensor) -> Tensor:
         alive.append(tensor)
@@ -190,7 +190,7 @@ def test_full_recomputation_keeps_the_inputs_of_layers_alone():
 
 
 def split(tensor: int, sequence_parallel: bool, recompute: str) -> dict[str, Tensor]:
-    """Loss and whole gradients of all samples, on this rank of a tp x FSDP2 layout."""
+    """Loss and unsharded gradients of all samples, on this rank of a tp x FSDP2 layout."""
     groups = collection(tensor)
     with torch.device("meta"):
         model = Model("llama", pg_collection=groups, sequence_parallel=sequence_parallel, recompute=recompute)

@@ -22,7 +22,7 @@ def test_a_cache_gives_all_tokens_so_far_without_moving_them():
 
 def test_a_cache_that_grows_keeps_what_it_has():
     cache = KVCache(2)
-    cache.grow(3)  # before anything is there
+    cache.grow(3)  # before anything is cached
     k, v = torch.randn(2, 6, 3, 2, 4)
     cache.append(k[:3], v[:3])
     cache.grow(6)

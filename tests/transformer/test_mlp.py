@@ -18,7 +18,7 @@ S, B, H, F = 4, 2, 16, 24
 EXACT = 1e-12
 
 
-# every activation, and gates with what model.glu adds
+# every activation, and gated ones with the options of model.glu
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     name: {"activation": name}
     for name in ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "relu", "squared_relu")
@@ -32,7 +32,7 @@ def built(name: str, **changes: object) -> MLP:
     initialize_parameters_(layer, seed=1)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(layer):
-            if len(spec.shape) == 1:  # biases begin at zero, and would not show
+            if len(spec.shape) == 1:  # biases start at zero, which would hide mistakes
                 parameter.add_(len(name) / 10.0)
     return layer
 
@@ -42,7 +42,7 @@ def x_of() -> Tensor:
 
 
 def applied(activation: str, a: Tensor) -> Tensor:
-    """Of the gate, or of the only projection without a gate."""
+    """Applied to the gate, or to the only projection without a gate."""
     match activation:
         case "swiglu":
             return a / (1.0 + torch.exp(-a))

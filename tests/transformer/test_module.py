@@ -95,7 +95,7 @@ def test_a_model_that_does_not_say_its_layers_is_none():
 
 
 def count(tensor: int) -> tuple[int, int]:
-    """Parameters of the whole model, and elements that this rank holds."""
+    """The parameters of the whole model, and the elements that this rank holds."""
     groups = collection(tensor)
     with torch.device("meta"):
         model = Small(groups)

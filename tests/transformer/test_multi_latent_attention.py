@@ -41,7 +41,7 @@ def x_of(shape: TransformerConfig, tokens: int = S) -> Tensor:
 
 
 def in_parts(layer: MLASelfAttention, shape: TransformerConfig, x: Tensor, sizes: list[int]) -> tuple[Tensor, KVCache]:
-    """What ``layer`` gives for ``x``, after a cache of the parts before."""
+    """The output of ``layer`` for ``x`` in parts, with a cache of the earlier parts."""
     cache, outs, start = KVCache(len(x)), [], 0
     for size in sizes:
         outs.append(layer(x[start : start + size], context(shape, start, start + size, cache)))

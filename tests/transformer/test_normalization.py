@@ -12,7 +12,7 @@ from tests.rank_pool import ranks
 from tests.transformer.shapes import config, options
 
 H = 16
-EPS = 1e-3  # large, so that a wrong place for it shows
+EPS = 1e-3  # large, so that using it in the wrong place shows
 EXACT = 1e-14
 
 

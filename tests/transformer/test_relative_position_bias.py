@@ -90,7 +90,7 @@ def table(build, causal: bool) -> RelativePositionBias:
 
 
 def attend_on_ranks(method: ContextMethod | None, causal: bool, lengths: list[list[int]] | None) -> list[Tensor]:
-    """This rank's out and gradients of q, k, v; of the table this rank's term."""
+    """This rank's out and gradients of q, k, v, and its term of the table's gradient."""
     groups = collection(context=torch.distributed.get_world_size()) if method else None
     build = options(pg_collection=groups) if groups else options()
     bias = table(build, causal)

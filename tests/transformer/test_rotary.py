@@ -30,7 +30,7 @@ def turned(x: Tensor, table: RotaryTable) -> Tensor:
 
 
 def by_complex_numbers(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Features i and i + D/2 are one complex number, rotated by positions[b, s] * base^(-2i / D)."""
+    """Features i and i + D/2 form one complex number, rotated by positions[b, s] * base^(-2i / D)."""
     half = x.shape[-1] // 2
     number = torch.complex(x[..., :half], x[..., half:])
     frequency = torch.tensor([base ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_far_positions_keep_their_angle_in_float32():
     torch.testing.assert_close(narrow.cos.double(), wide.cos, rtol=0, atol=1.2e-2)
 
 
-# as published: the size of a head, the base, and the scaling
+# published values: head size, base, and scaling
 SCALED = {
     "linear": (128, 10000.0, {"type": "linear", "factor": 4.0}),
     "Llama 3.1": (128, 5e5, {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}),

@@ -14,14 +14,14 @@ Weights = dict[str, Tensor]
 
 
 def layer_of(build: BuildOptions | None = None, *, shape: dict[str, Any] | None = None, **moe: Any) -> MoELayer:
-    """A layer in float64 whose weights, biases too, are the same for the same settings."""
+    """A float64 layer whose weights, including biases, depend only on the settings."""
     made = MoELayer(config(moe=moe, **shape or {}), build or options(), layer=0)
     initialize_parameters_(made, 5)
     return made
 
 
 def weights_of(layer: MoELayer) -> Weights:
-    """Copies of the weights by name, to be differentiated."""
+    """Copies of the weights by name, with gradients enabled."""
     return {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
 
 
@@ -31,7 +31,7 @@ def rows_of(seed: int, *shape: int) -> Tensor:
 
 
 def mixture(x: Tensor, weights: Weights, top_k: int, *, activation: str = "swiglu", sigmoid: bool = False) -> Tensor:
-    """[T, H]: shared experts and all that routes tokens [T, H], in the order of their global numbers."""
+    """[T, H]: the output for tokens [T, H]: shared experts plus every routed expert, in the order of expert numbers."""
     y = []
     for row in x:
         logits = weights["gate.weight"] @ row + weights.get("gate.bias", 0.0)
@@ -59,7 +59,7 @@ def expert(row: Tensor, weights: Weights, e: int, activation: str) -> Tensor:
 
 
 def shared(row: Tensor, weights: Weights) -> Tensor:
-    """The shared expert, a SwiGLU, with its gate where it has one; zeros without it."""
+    """The shared expert, a SwiGLU, with its gate if it has one; zeros without a shared expert."""
     if "shared_experts.up_proj.weight" not in weights:
         return torch.zeros_like(row)
     gate, up = (weights[f"shared_experts.{name}_proj.weight"] @ row for name in ("gate", "up"))

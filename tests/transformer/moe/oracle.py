@@ -9,7 +9,7 @@ Array = NDArray[np.float64]
 
 
 def scores_of(row: Array, score: str) -> Array:
-    """The scores of one token, of all experts."""
+    """The scores of all experts for one token."""
     if score == "sigmoid":
         return 1 / (1 + np.exp(-row))
     if score == "sqrtsoftplus":
@@ -30,7 +30,7 @@ def route(
     group_score_topk: int | None = None,
     scale: float = 1.0,
 ) -> tuple[NDArray[np.int64], Array]:
-    """The experts of each token, the best first, and their weights."""
+    """The experts of each token, best first, and their weights."""
     chosen, weights = [], []
     for row in logits:
         scores = scores_of(row, score)

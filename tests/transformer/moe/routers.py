@@ -24,7 +24,7 @@ def router_of(
     build: dict[str, Any] | None = None,
     **router: Any,
 ) -> TopKRouter:
-    """A router in float64 with weights of its own, the same for the same settings."""
+    """A float64 router whose weights depend only on the settings."""
     moe = {"num_experts": experts, "top_k": top_k, "router": router, "capacity": capacity}
     built = TopKRouter(config(moe=moe), options(**build or {}), LAYER)
     name_dropout_sites_(built)

@@ -128,7 +128,7 @@ def test_a_bias_that_follows_the_loads_evens_them_and_does_not_drift():
 
 def test_a_bias_moves_by_the_rate_toward_the_mean_load():
     bias = torch.zeros(4)
-    update_expert_bias_(bias, torch.tensor([10, 2, 4, 4]), 0.1)  # mean 5: signs -1, 1, 1, 1, of mean 1/2
+    update_expert_bias_(bias, torch.tensor([10, 2, 4, 4]), 0.1)  # mean 5: signs -1, 1, 1, 1, with mean 1/2
     torch.testing.assert_close(bias, torch.tensor([-0.15, 0.05, 0.05, 0.05]))
     update_expert_bias_(bias, torch.tensor([5, 5, 5, 5]), 0.1)
     torch.testing.assert_close(bias, torch.tensor([-0.15, 0.05, 0.05, 0.05]))
@@ -162,7 +162,7 @@ def test_offsets_that_follow_the_quantiles_of_a_batch_give_every_expert_its_shar
         loads = torch.bincount(largest_of_rows(logits - offsets, top_k).flatten(), minlength=num_experts)
         unevenness.append((loads - T * top_k / num_experts).abs().max().item())
         update_quantile_offsets_(offsets, quantile_offsets(logits, offsets, top_k, real), decay=0.0)
-    # choices change with the offsets of all experts together, so that one update is not enough
+    # choices depend on the offsets of all experts together, so one update is not enough
     assert unevenness[1] < 0.4 * unevenness[0]
     assert unevenness[20] <= 1
 

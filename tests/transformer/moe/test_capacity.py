@@ -62,7 +62,7 @@ def test_padding_takes_no_room_of_others():
 
 def test_capacity_is_a_share_rounded_up_and_at_most_all_tokens():
     assert expert_capacity(10, 2, 8, 1.0) == 3
-    assert expert_capacity(100, 3, 10, 1.1) == 33  # in floating point it would be 34
+    assert expert_capacity(100, 3, 10, 1.1) == 33  # with a rounding error it would be 34
     assert math.ceil(1.1 * 100 * 3 / 10) == 34
     assert expert_capacity(64, 2, 4, 100.0) == 64
     assert expert_capacity(0, 2, 4, 1.0) == 0
@@ -94,7 +94,7 @@ def test_every_expert_has_the_same_number_of_rows_and_the_output_is_that_of_rows
         tokens = tokens_of(routing.indices, e)
         assert rows.token_of[e * C : (e + 1) * C].tolist() == tokens + [-1] * (C - len(tokens))
     x = torch.randn(T, 4, dtype=torch.float64)
-    scale = torch.arange(1.0, E + 1, dtype=torch.float64)  # each expert is a factor
+    scale = torch.arange(1.0, E + 1, dtype=torch.float64)  # each expert multiplies by a factor
     by_hand = torch.zeros_like(x)
     for t in range(T):
         for k in range(K):

@@ -55,7 +55,7 @@ DISPATCH: list[dict[str, Any]] = [
 
 
 def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The groups model.moe and parallel.dispatch; of a few options each, so that not all contradict each other."""
+    """The groups model.moe and parallel.dispatch, with few options each, so that not all contradict each other."""
     source = random.Random(seed)
 
     def some(choices: dict[str, list[Any]], number: int) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def taken_or_refused(moe: dict[str, Any], dispatch: dict[str, Any]) -> bool:
-    """Whether the settings take them; then a model of them learns from a batch."""
+    """Whether the settings are accepted; if so, a model with them trains on a batch."""
     shape = {"vocab_size": 61, "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24}
     tree = {**VALID, "model": {**shape, "moe": moe}, "parallel": {"dispatch": dispatch}}
     try:

@@ -19,7 +19,7 @@ def experts_of(kind: type[GroupedMLP]) -> GroupedMLP:
     initialize_parameters_(made, 3)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(sorted(made.named_parameters())):
-            if name.endswith("bias"):  # zeros would hide that rows have one
+            if name.endswith("bias"):  # zeros would hide the addition of a bias
                 parameter.copy_(rows_of(number, *parameter.shape))
     return made
 

@@ -73,7 +73,7 @@ def test_every_rank_gives_what_one_process_gives(ep, moe, max_rows):
         torch.testing.assert_close(found["gate.weight"], alone[rank]["gate.weight"], rtol=1e-12, atol=1e-12)
         mine = slice(rank * E // ep, (rank + 1) * E // ep)
         for name in ("experts.gate_up_proj", "experts.down_proj"):
-            want = sum(each[name][mine] for each in alone)  # all tokens that these experts were sent
+            want = sum(each[name][mine] for each in alone)  # all tokens that were sent to these experts
             torch.testing.assert_close(found[name], want, rtol=1e-12, atol=1e-12)
 
 

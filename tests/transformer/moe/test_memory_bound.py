@@ -15,11 +15,11 @@ from tests.rank_pool import ranks
 from tests.transformer.moe.layers import layer_of, rows_of
 
 E, K, H, F, T = 8, 2, 16, 64, 256
-EVEN_ROWS = T * K  # that a rank's experts receive under even loads
+EVEN_ROWS = T * K  # rows that a rank's experts receive under even loads
 
 
 def peak(one_rank: bool, max_rows: float | None) -> int:
-    """The most bytes that forward and backward of a layer held at a time on this rank of EP 4."""
+    """Peak bytes held by forward and backward of a layer on this rank of EP 4."""
     groups = ParallelState(RankGrid(dist.get_world_size(), expert=4)).collection()
     build = BuildOptions(groups, torch.float64, dispatch=DispatchConfig(max_rows=max_rows))
     layer = layer_of(build, num_experts=E, top_k=K, ffn_hidden_size=F, router={"bias": True})
@@ -28,7 +28,7 @@ def peak(one_rank: bool, max_rows: float | None) -> int:
         local(layer.gate.weight).zero_()
         if one_rank:
             local(layer.gate.bias).copy_(torch.tensor([20.0, 20.0, *[0.0] * (E - K)]))
-        else:  # two experts next to each other for each token, every pair for as many tokens as any other
+        else:  # each token chooses two adjacent experts, every pair equally often
             local(layer.gate.weight)[:, :E] = 20 * torch.eye(E)
             x.data[:, 0, :E] = torch.eye(E)[torch.arange(T) % E] + torch.eye(E)[(torch.arange(T) + 1) % E]
     with LiveMemory() as memory:
@@ -38,14 +38,14 @@ def peak(one_rank: bool, max_rows: float | None) -> int:
 
 def test_memory_under_a_router_that_sends_all_tokens_to_one_rank_is_that_of_even_loads():
     even = max(ranks(4, peak, False, None))
-    hidden = EVEN_ROWS * 3 * F * 8  # bytes of what the experts keep inside: gate and up, and what is made of them
+    hidden = EVEN_ROWS * 3 * F * 8  # bytes of the experts' activations: gate and up, and their product
     assert even > hidden
     assert max(ranks(4, peak, True, None)) > even + 3 * hidden  # all at once: four times the rows
     assert max(ranks(4, peak, True, 1.0)) < 1.25 * even
 
 
 def turns(loads: list[list[int]], max_rows: float, expert_tensor: int = 1) -> int:
-    """What this rank of EP 2 finds, whose tokens choose the two experts ``loads`` times, and a third: are dropped."""
+    """The turns of this rank of EP 2; ``loads``: how often its tokens choose each expert, or are dropped (third)."""
     groups = ParallelState(RankGrid(dist.get_world_size(), expert=2, expert_tensor=expert_tensor)).collection()
     build = BuildOptions(groups, torch.float64, dispatch=DispatchConfig(max_rows=max_rows))
     layer = layer_of(build, num_experts=2, top_k=1, router={"score_function": "sigmoid"})
@@ -56,7 +56,7 @@ def turns(loads: list[list[int]], max_rows: float, expert_tensor: int = 1) -> in
 
 
 def test_all_ranks_with_the_same_experts_take_as_many_turns_as_the_one_of_the_most_uneven_loads():
-    # ranks 0 and 1 share the experts, and so do 2 and 3: 6 rows each there; 11 and 1 here, 11/6 of even loads
+    # ranks 0 and 1 are one expert-parallel group, with 6 rows each; 2 and 3 another, with 11 and 1: 11/6 of an even load
     assert ranks(4, turns, [[3, 3], [3, 3], [6, 0], [5, 1]], 0.5) == [4] * 4
     assert ranks(4, turns, [[3, 3], [3, 3], [6, 0], [5, 1]], 1.0) == [2] * 4
 
@@ -67,5 +67,5 @@ def test_ranks_that_share_each_expert_take_as_many_turns_as_their_rows_together_
 
 
 def test_choices_that_are_dropped_take_no_turns():
-    # 5 and 1 of 12 choices are left: 5/6 of what even loads of all of them are
+    # 5 and 1 of 12 choices are left: 5/6 of an even load of all choices
     assert ranks(2, turns, [[3, 0, 3], [2, 1, 3]], 0.5) == [2] * 2

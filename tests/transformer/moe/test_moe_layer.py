@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def results(layer: MoELayer, x: Tensor) -> dict[str, Tensor]:
-    """Output [S, B, H], and the gradients of a loss that weighs every element of it differently."""
+    """Output [S, B, H], and the gradients of a loss with a different weight for every element."""
     x = x.clone().requires_grad_()
     y = layer(x, LayerContext())
     (y * slopes(y)).sum().backward()
@@ -49,7 +49,7 @@ def slopes(y: Tensor) -> Tensor:
 
 
 def randomized_(layer: MoELayer) -> MoELayer:
-    """Biases are zeros at first, where a mistake with them would not show."""
+    """Biases are initially zero, which would hide mistakes."""
     with torch.no_grad():
         for number, (name, parameter) in enumerate(sorted(layer.named_parameters())):
             if name.endswith("bias"):
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_finite_differences():
 
     logits = x.detach().view(-1, H) @ layer.gate.weight.detach().t()
     best = logits.sort(descending=True).values
-    assert (best[:, 1] - best[:, 2]).min() > 1e-3  # no step of 1e-6 chooses another expert
+    assert (best[:, 1] - best[:, 2]).min() > 1e-3  # no step of 1e-6 changes a choice
     assert torch.autograd.gradcheck(forward, (x, *parameters), fast_mode=True)
 
 
@@ -93,7 +93,7 @@ def test_latents_that_are_the_features_change_nothing():
 @pytest.mark.parametrize("max_rows", [None, 0.3])
 @pytest.mark.parametrize(("S", "experts", "top_k"), [(0, 8, 2), (1, 8, 2), (7, 1, 1), (9, 256, 8), (13, 7, 3)], ids=str)
 def test_no_token_one_token_one_expert_and_256_experts_are_computed(S, experts, top_k, max_rows):
-    # 5 inner features and 13 tokens fit no tile and no alignment of 16 bytes
+    # 5 inner features and 13 tokens fit no tile and no 16-byte alignment
     moe = {"num_experts": experts, "top_k": top_k, "ffn_hidden_size": 5, "router": {"score_function": "sigmoid"}}
     layer = layer_of(options(dispatch=DispatchConfig(max_rows=max_rows)), **moe)
     x = rows_of(4, S, 1, H)
@@ -144,8 +144,8 @@ def test_rows_of_a_fixed_number_give_what_rows_as_many_as_chosen_do_and_no_garba
 
 
 def test_a_mixture_learns_what_a_dense_layer_of_the_same_operations_cannot_and_its_loads_stay_even():
-    # eight random linear maps, the one of each token told by its nearest centre; a dense SwiGLU of the inner width of
-    # two experts costs the same operations per token
+    # eight random linear maps, chosen for each token by its nearest centre; a dense SwiGLU with the inner width of two
+    # experts costs the same operations per token
     centres, maps = 0.9 * rows_of(8, E, H), rows_of(9, E, H, H) / math.sqrt(H)
     shape, sigmoid = {"init_method_std": 0.1}, {"score_function": "sigmoid"}
     balanced = {"micro_batch_balance": 0.01}
@@ -158,7 +158,7 @@ def test_a_mixture_learns_what_a_dense_layer_of_the_same_operations_cannot_and_i
 
 
 def learned(layer: MoELayer, centres: Tensor, maps: Tensor) -> tuple[float, StepRecord]:
-    """The loss, and the loads, on a batch that was not learned from, after 100 steps."""
+    """The loss and the loads on a held-out batch after 100 steps."""
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, weight_decay=0.0)
 
     def loss_of(seed: int, context: LayerContext) -> Tensor:

@@ -42,7 +42,7 @@ def test_a_replayed_routing_drops_what_was_dropped_and_nothing_else():
     torch.testing.assert_close(same.weights, first.weights, rtol=EXACT, atol=EXACT)
     assert torch.equal(same.tokens_per_expert, first.tokens_per_expert)
     assert torch.equal(router_of()(x_of(S, B), CONTEXT).tokens_per_expert, first.tokens_per_expert)
-    # of more than an expert takes nothing is dropped: what generated had no capacity, or other tokens beside
+    # choices above an expert's capacity are not dropped: generation had no capacity, or other tokens in the batch
     more = router_of()(x_of(S, B), CONTEXT)
     again = router(x_of(S, B), CONTEXT, replayed=more.indices)
     assert torch.equal(again.indices, more.indices)

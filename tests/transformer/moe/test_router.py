@@ -28,7 +28,7 @@ BALANCE = {"sequence_balance": 0.3, "micro_batch_balance": 0.2, "global_balance"
 
 
 def weight_gradient(router: TopKRouter, record: StepRecord | None, *micro_batches: Tensor) -> Tensor:
-    """d(router.weight) of the losses alone: the weights of the experts are in no other loss."""
+    """d(router.weight) of the losses alone: the experts' weights are in no other loss."""
     for index, x in enumerate(micro_batches):
         context = LayerContext(record=None if record is None else record.micro_batch(index))
         (0.0 * router(x, context).weights).sum().backward()
@@ -120,7 +120,7 @@ def test_four_micro_batches_have_the_mean_of_their_losses(balance):
         routing = router(x, CONTEXT)
         choices += routing.tokens_per_expert
         scores = (x.view(S * B, H) @ router.weight.t()).softmax(dim=1).sum(dim=0)
-        loss = E / (K * S * B * (index + 1) * S * B) * (scores * choices).sum()  # by the loads so far
+        loss = E / (K * S * B * (index + 1) * S * B) * (scores * choices).sum()  # with the loads so far
         (loss / 4).backward()
         wanted += router.weight.grad
     torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
@@ -165,7 +165,7 @@ def test_in_evaluation_routing_is_by_score_alone_and_nothing_is_recorded(setting
     plain = router_of().eval()(x_of(S, B), CONTEXT)
     assert torch.equal(routing.indices, plain.indices)
     assert torch.equal(routing.weights, again.weights)
-    if settings.get("selection") != "sinkhorn":  # which weighs by softmax over all
+    if settings.get("selection") != "sinkhorn":  # it weighs by softmax over all
         torch.testing.assert_close(routing.weights, plain.weights, rtol=EXACT, atol=EXACT)
     (0.0 * routing.weights).sum().backward()
     assert not router.weight.grad.any()
@@ -188,7 +188,7 @@ def test_jitter_is_of_the_token_and_the_step_and_of_the_router_alone():
     assert not torch.equal(logits(keyed(IDS + 1000)), whole)
     plain = logits(CONTEXT)
     assert torch.equal(plain, x.view(-1, H) @ router.weight.t())
-    # by its own weight each feature is seen alone
+    # with an identity weight, each logit is a single feature
     with torch.no_grad():
         router.weight.copy_(torch.eye(E, H))
     factors = logits(keyed(IDS)) / x.view(-1, H)[:, :E]
@@ -349,7 +349,7 @@ OPTIONS = {
 
 def test_random_settings_route_forward_and_backward_or_are_refused_at_construction():
     random, num_built = Random(0), 0
-    for _ in range(1000):  # most of them contradict themselves
+    for _ in range(1000):  # most of them are contradictory
         settings = {name: random.choice(values) for name, values in OPTIONS.items()}
         plain = {name: values[0] for name, values in OPTIONS.items() if name not in ("top_k", "capacity")}
         given = {name: value for name, value in settings.items() if name not in plain or value != plain[name]}

@@ -17,7 +17,7 @@ from tests.transformer.moe.routers import LAYER, H, keyed, router_of, x_of
 
 TOLERANCE = 1e-12
 S, B, E, K = 16, 2, 8, 2
-NUM_BATCHES, LOSS_SCALE = 4, 8.0  # of all micro-batches and data-parallel ranks together
+NUM_BATCHES, LOSS_SCALE = 4, 8.0  # over all micro-batches and data-parallel ranks
 RATIOS = {"sequence_balance": 0.3, "micro_batch_balance": 0.2, "global_balance": 0.1, "z_loss": 0.05}
 Result = dict[str, Any]
 
@@ -36,7 +36,7 @@ def step(
     alone: bool = False,
     bias: Tensor | None = None,
 ) -> Result:
-    """A step on this rank of ``layout``, summed over all ranks; ``alone``: on one process that has all batches."""
+    """A step on this rank of ``layout``, summed over all ranks; ``alone``: on one process with all batches."""
     groups = None if alone else collection(**layout)
     build = None if groups is None else {"pg_collection": groups, "sequence_parallel": True}
     router = router_of(build=build, **settings)
@@ -53,7 +53,7 @@ def step(
         x, mask, ids = (each[positions] for each in batch(number))
         context = LayerContext(hidden_dropout_key=keyed(ids).hidden_dropout_key, record=record.micro_batch(index))
         routing = router(x, context, mask if padded else None)
-        # a loss of the weights themselves, which no count divides
+        # a loss of the weights themselves, which is not divided by any count
         (routing.weights * (ids.view(-1, 1) % 5 + torch.arange(K))).sum().backward()
         chosen = routing.indices.tolist()
         indices |= dict(zip(ids.flatten().tolist(), chosen, strict=True))
@@ -66,7 +66,7 @@ def step(
         "offsets": torch.zeros(E + 1, dtype=torch.float64) if offsets is None else offsets,
     }
     if groups is not None:
-        for axis in ("cp", "dp"):  # as FSDP2 sums gradients; the sum over tp is settled by the use
+        for axis in ("cp", "dp"):  # as FSDP2 sums gradients; the sum over tp happens where the weight is used
             if size[axis] > 1:
                 dist.all_reduce(result["dw"], group=getattr(groups, axis))
         for name in ("loads", "losses", "offsets"):
@@ -111,7 +111,7 @@ def global_gradient(layout: dict[str, int]) -> Tensor:
 
 
 def global_gradient_by_formula(num_dp_ranks: int) -> Tensor:
-    """coefficient x the mean over batches of L, each batch by the loads of all batches at its time or before."""
+    """coefficient x the mean over batches of L, each batch with the loads of all batches up to its time."""
     router = router_of()
     choices, num_tokens, total = torch.zeros(E), 0, 0.0
     for first in range(0, NUM_BATCHES, num_dp_ranks):
@@ -147,7 +147,7 @@ def test_choices_of_other_data_parallel_ranks_are_none_of_a_ranks_business(layou
 
 
 def bias_after_three_steps(layout: dict[str, int], alone: bool = False) -> Tensor:
-    """The bias that three steps have led to, each by the loads under the bias before."""
+    """The bias after three steps, each with the loads under the previous bias."""
     bias = torch.zeros(E)
     for rate in (0.1, 0.2, 0.3):
         settings = {"score_function": "sigmoid", "expert_bias_update_rate": rate}

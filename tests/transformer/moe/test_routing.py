@@ -42,7 +42,7 @@ def logits_of(T: int, E: int, seed: int = 0) -> Tensor:
 def test_experts_and_weights_are_those_of_loops_over_tokens(score, top_k, groups):
     settings = GROUPS[groups]
     if (score == "softmax" and top_k == 1) or (groups == "2 of 4 groups" and top_k == 1):
-        return  # refused: one weight of 1, or half an expert of each group
+        return  # refused: one weight of 1, or half an expert per group
     logits = logits_of(40, 16)
     for biased, scale in itertools.product((False, True), (1.0, 2.5)):
         if biased and "softmax" in score:
@@ -175,7 +175,7 @@ def test_logits_are_wide_whatever_the_features_are(dtype):
     assert logits.dtype == wide
     exact = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
     wanted = exact[0] @ exact[1].t() + exact[2]
-    torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-5)  # of bfloat16 it would be 1e-2
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-5)  # in bfloat16 it would be 1e-2
     dy = logits_of(9, 5, 2).to(wide)
     got = torch.autograd.grad(logits, (x, weight, bias), dy)
     assert [each.dtype for each in got] == [dtype] * 3

@@ -21,13 +21,13 @@ from tests.rank_pool import RankError, ranks
 from tests.transformer.moe.layers import rows_of
 from tests.transformer.moe.test_token_dispatcher import H, layer_on_ranks
 
-# rows and their weights, each of them there and, as gradients, back
+# rows and their weights, each of them sent and, as gradients, returned
 ORDER = ["send", "send", "shared", "arrive", "arrive", "send", "send", "shared", "arrive", "arrive"]
 PATIENCE = 10.0  # seconds
 
 
 def forward_and_backward(on_event: Callable[[str], None], layer: MoELayer) -> None:
-    """Tells of each exchange as it begins and as it has ended, and of each time that the shared experts are done."""
+    """Reports the start and the end of each exchange, and each completion of the shared experts."""
     start, wait = Travelling.start, Travelling.wait
 
     def starting(self: Travelling, *args: Any) -> Any:
@@ -40,7 +40,7 @@ def forward_and_backward(on_event: Callable[[str], None], layer: MoELayer) -> No
 
     assert layer.shared_experts is not None
     layer.shared_experts.register_forward_hook(lambda *_: on_event("shared"))
-    # of its weights these are the last that a gradient reaches; those of gate and up come from one place
+    # the last of its weights to receive a gradient; those of gate and up are computed in one place
     layer.shared_experts.up_proj.weight.register_post_accumulate_grad_hook(lambda _: on_event("shared"))
     x = rows_of(dist.get_rank(), 6, 1, H).requires_grad_()
     with patch.object(Travelling, "start", starting), patch.object(Travelling, "wait", waiting):
@@ -58,7 +58,7 @@ def test_shared_experts_are_computed_between_sending_and_receiving():
 
 
 def one_holds_its_tokens_back(folder: Path, late: bool) -> list[str]:
-    """Rank 1 sends nothing before rank 0 has computed its shared experts, forward and again in backward."""
+    """Rank 1 sends nothing until rank 0 has computed its shared experts, in forward and again in backward."""
     layer, found = layer_on_ranks((2, 1), {}, top_k=2, shared_ffn_hidden_size=8), list[str]()
 
     def on_event(event: str) -> None:
@@ -79,7 +79,7 @@ def one_holds_its_tokens_back(folder: Path, late: bool) -> list[str]:
 
 @contextmanager
 def waiting_at_once(late: bool) -> Any:
-    """If ``late``, the mistake that the test is for: an exchange that is waited for where it begins."""
+    """If ``late``, injects the fault that the test must catch: an exchange that is waited for where it begins."""
     if not late:
         yield
         return

@@ -34,7 +34,7 @@ H, E, K = 16, 8, 3
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # the order of sums may differ
 EVEN, UNEVEN = [6, 6, 6, 6], [13, 0, 5, 1]
 SIGMOID = {"score_function": "sigmoid", "bias": True}
-# settings of model.moe and parallel.dispatch, tokens of each rank
+# settings of model.moe and parallel.dispatch, number of tokens on each rank
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
     "dropless": ({}, {}, EVEN),
     "uneven": ({}, {}, UNEVEN),
@@ -61,7 +61,7 @@ def built_with(a2a: SymmetricA2A | None, **dispatch: Any) -> BuildOptions:
 
 def made(build: BuildOptions, **moe: Any) -> MoELayer:
     layer = layer_of(build, num_experts=E, **{"top_k": K, **moe})
-    if layer.gate.bias is not None:  # experts 1, 2 and 3, of the first rank; of top_k 1 expert 1
+    if layer.gate.bias is not None:  # experts 1, 2 and 3, on the first rank; with top_k 1, expert 1
         with torch.no_grad():
             local(layer.gate.bias)[1:4] += torch.tensor([40.0, 30.0, 30.0])
     return layer
@@ -92,12 +92,12 @@ def on_ranks(moe: dict[str, Any], dispatch: dict[str, Any], counts: list[int]) -
 
 
 def compare(found: list[dict[str, Tensor]], alone: list[dict[str, Tensor]]) -> None:
-    """What each rank found with what one process finds for the tokens of each rank."""
+    """Compares each rank's results with those of one process for the tokens of each rank."""
     ep = len(found)
     for rank, mine in enumerate(found):
         for name, got in mine.items():
             want = alone[rank][name]
-            if name.startswith("experts."):  # all tokens that these experts were sent
+            if name.startswith("experts."):  # all tokens that were sent to these experts
                 want = sum(each[name] for each in alone).chunk(ep)[rank]
             torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}", **EXACT)
 
@@ -111,7 +111,7 @@ def test_every_rank_gives_what_one_process_gives(ep, case):
 
 
 def two_at_a_time(layers: list[MoELayer], batches: list[Tensor]) -> dict[str, Tensor]:
-    """Two micro-batches go through all layers before the first of them comes back."""
+    """Two micro-batches go through all layers before the first backward."""
     outputs = []
     for x in batches:
         y = x
@@ -140,7 +140,7 @@ def test_layers_and_micro_batches_in_flight_share_the_buffers(ep):
 
 
 def compiled_on_ranks(counts: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """As it is, and traced by torch.compile, of which the second call is."""
+    """Results of the layer as it is, and traced by torch.compile; those of the second call."""
     build, x = built_with(exchange(max(counts))), tokens_of(counts, dist.get_rank())
     plain, traced = results(made(build), x), made(build)
     traced.compile(backend="aot_eager")
@@ -157,7 +157,7 @@ def test_torch_compile_leaves_the_exchange_as_it_is():
 
 
 def there_and_back() -> dict[str, Tensor]:
-    """Of bfloat16 rows, one for each expert and two that are not sent."""
+    """Dispatches bfloat16 rows, one for each expert and two that are not sent, and combines them."""
     a2a, rank = exchange(E + 2, top_k=1, size=3, dtype=torch.bfloat16), dist.get_rank()
     rows = torch.arange(3.0 * (E + 2), dtype=torch.bfloat16).view(E + 2, 3).requires_grad_()
     weights = (torch.arange(E + 2.0) + rank + 1 / 3).requires_grad_()
@@ -187,7 +187,7 @@ def test_weights_of_bfloat16_rows_keep_their_float32_and_rows_that_are_not_sent_
 
 
 class Hasty(StandInMemory):
-    """Goes past one barrier, after so many others."""
+    """Skips one barrier, after ``after`` others."""
 
     def __init__(self, after: int) -> None:
         super().__init__(collection(expert=dist.get_world_size()).ep)
@@ -214,7 +214,7 @@ def two_dispatches(after: int) -> Tensor:
     return arrived
 
 
-@pytest.mark.parametrize("after", range(6))  # both ways of the constructor, dispatch, combine, and their gradients
+@pytest.mark.parametrize("after", range(6))  # two for the constructor, then dispatch, combine, and their gradients
 def test_no_barrier_of_a_layer_can_be_left_out(after):
     with pytest.raises(RankError, match="no barrier since"):
         ranks(2, layer_without_a_barrier, after)
@@ -292,7 +292,7 @@ def test_of_torchs_errors_that_alone_which_says_so_is_a_lack_of_memory(said, kin
 
 
 def torchs_calls() -> float:
-    """Calls the kernels with tensors of a CPU, for which there are none; the seconds that rank 1 waited for rank 0."""
+    """Calls the kernels with CPU tensors, which they do not support; returns the seconds rank 1 waited for rank 0."""
     memory = _Nvshmem(dist.group.WORLD, torch.device("cpu"))
     rows, splits = torch.zeros(4, 8), torch.zeros(2, E, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match=r"'symm_mem::all_to_all_vdev_2d' with arguments from the 'CPU'"):

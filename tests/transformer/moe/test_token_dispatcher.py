@@ -20,12 +20,12 @@ from tests.transformer.moe.layers import layer_of, mixture, rows_of, weights_of
 
 H, E = 16, 8
 EXACT = 1e-10  # section 16.2 of the specification
-UNEVEN = [13, 0, 5, 1]  # tokens of each rank
+UNEVEN = [13, 0, 5, 1]  # tokens on each rank
 EVEN = [6, 6, 6, 6]
 SIGMOID = {"score_function": "sigmoid", "bias": True}
 BIASED = {"mlp_bias": True}
 ALL_TO_ALL = {"method": "all_to_all"}
-# ranks, degrees of expert and expert_tensor, dispatch, tokens of each rank, whether all go to one expert
+# ranks, degrees of expert and expert_tensor, dispatch, tokens on each rank, whether all go to one expert
 CASES: list[tuple[int, tuple[int, int], dict[str, Any], list[int], bool]] = [
     (2, (2, 1), ALL_TO_ALL, UNEVEN, False),
     (2, (2, 1), {"method": "all_gather"}, EVEN, False),
@@ -47,7 +47,7 @@ def groups_of(expert: int, expert_tensor: int) -> ProcessGroupCollection:
 
 
 def layer_on_ranks(degrees: tuple[int, int], dispatch: dict[str, Any], **moe: Any) -> MoELayer:
-    """A layer over all ranks, which differ in their tokens alone."""
+    """A layer over all ranks, which differ only in their tokens."""
     build = BuildOptions(groups_of(*degrees), torch.float64, dispatch=DispatchConfig(**dispatch))
     return layer_of(build, num_experts=E, **moe)
 
@@ -63,13 +63,13 @@ def send_all_to_one_(layer: MoELayer) -> None:
 
 
 def part_of(name: str, whole: Tensor, degrees: tuple[int, int], rank: int) -> Tensor:
-    """What this rank has of a parameter of all experts."""
+    """This rank's part of a parameter of all experts."""
     (ep, etp), dim = degrees, 1 if name.endswith("down_proj_bias") else 2  # biases of outputs, or inner features
     return whole.chunk(ep)[rank // etp].chunk(etp, dim=dim)[rank % etp]
 
 
 def draw_biases_(layer: MoELayer, degrees: tuple[int, int] = (1, 1), rank: int = 0) -> None:
-    """Biases of experts are zeros at first, where a mistake with them would not show."""
+    """Expert biases are initially zero, which would hide mistakes."""
     for number, (name, spec) in enumerate(layer.experts.parameter_specs.items()):
         if name.endswith("_bias"):
             with torch.no_grad():
@@ -88,7 +88,7 @@ def slopes_of(counts: list[int], rank: int) -> Tensor:
 def on_this_rank(
     degrees: tuple[int, int], dispatch: dict[str, Any], counts: list[int], to_one: bool
 ) -> dict[str, Tensor]:
-    """Output and gradients of this rank; of weights that all ranks have, summed over them."""
+    """Output and gradients on this rank; those of weights that all ranks have are summed over them."""
     layer, rank = layer_on_ranks(degrees, dispatch, shape=BIASED, **settings_of(to_one)), dist.get_rank()
     send_all_to_one_(layer)
     draw_biases_(layer, degrees, rank)
@@ -126,7 +126,7 @@ def test_experts_on_several_ranks_are_loops_over_the_tokens_of_all(num_ranks, de
 
 
 def one_inside_the_other(degrees: tuple[int, int], dispatch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and gradients of two batches, one after the other, and the second within the first."""
+    """Outputs and gradients of two batches, one after the other, and the second nested within the first."""
     layer, found = layer_on_ranks(degrees, dispatch), []
     for nested in (False, True):
         a, b = (rows_of(10 * dist.get_rank() + n, 4, H).requires_grad_() for n in range(2))
@@ -158,7 +158,7 @@ def test_two_batches_may_be_on_their_way_at_once(dispatch):
 
 
 def without_the_host(degrees: tuple[int, int], pad: bool) -> str | None:
-    """The first read of a value from a tensor in a layer's forward and backward, or None."""
+    """The first read of a tensor's value on the host in a layer's forward and backward, or None."""
     layer = layer_on_ranks(degrees, ALL_TO_ALL, capacity={"factor": 1.25, "pad": pad})
     x = tokens_of(EVEN, dist.get_rank()).requires_grad_()
     read = []
@@ -183,4 +183,4 @@ def without_the_host(degrees: tuple[int, int], pad: bool) -> str | None:
 @pytest.mark.parametrize("degrees", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_with_rows_of_a_fixed_number_the_host_reads_nothing_from_the_device(degrees):
     assert ranks(2, without_the_host, degrees, True) == [None, None]
-    assert None not in ranks(2, without_the_host, degrees, False)  # it asks how many rows arrive
+    assert None not in ranks(2, without_the_host, degrees, False)  # it must know how many rows arrive

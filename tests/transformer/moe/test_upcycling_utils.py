@@ -16,7 +16,7 @@ from megalith.transformer.moe.upcycling_utils import Upcycling, check_upcycling,
 from tests.transformer.shapes import config, options
 
 H, F = 16, 24
-EXACT = 1e-12  # float64, of outputs that are about 1
+EXACT = 1e-12  # float64, for outputs of about 1
 ACTIVATIONS = {
     "gelu": functional.gelu,
     "squared_relu": lambda x: x.relu() ** 2,
@@ -58,7 +58,7 @@ def with_experts(activation: str, experts: tuple[int, int, int], **moe: object) 
 
 
 def outputs(shape: TransformerConfig, how: Upcycling) -> tuple[Tensor, Tensor]:
-    """What the upcycled layer gives, and the MLP."""
+    """The outputs of the upcycled layer and of the MLP."""
     weights = dense_weights(shape.activation)
     layer = MoELayer(shape, options(), layer=0)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_published_scaling_is_exact_for_homogeneous_activations(activation):
     assert worst(*outputs(with_experts(activation, (8, 12, 4)), Upcycling(0, "published"))) < EXACT
 
 
-# measured: 0.06 of swiglu and 0.11 of gelu, relative to the largest output
+# measured: 0.06 for swiglu and 0.11 for gelu, relative to the largest output
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_published_scaling_of_other_activations_is_off_by_percents_and_says_so(activation):
     shape, how = with_experts(activation, (8, 12, 4)), Upcycling(0, "published")
@@ -121,7 +121,7 @@ def test_weights_of_softmax_over_all_experts_are_taken_to_be_those_of_equal_logi
     assert list(inexact_for(shape, Upcycling(0))) == [
         "the router's weights do not sum to a constant; they are assumed to be those of equal logits"
     ]
-    # all of them add up to 1
+    # all of them sum to 1
     assert worst(*outputs(with_experts("swiglu", (8, 12, 8), router={"pre_softmax": True}), Upcycling(0))) < EXACT
 
 
