@@ -123,7 +123,7 @@ def test_a_masked_token_exchanges_three_numbers_and_a_gradient(tmp_path):
 
 def test_a_layer_of_a_decoder_lets_what_the_encoder_gives_enter_once_more(tmp_path):
     # 32 tokens of the encoder and 16 of the decoder: self-attention, cross-attention and feed-forward leave the region
-    # in forward and enter it in backward, and the encoder's output enters separately: 4 micro-batches of 2 rows in float64
+    # in forward and enter it in backward; the encoder's output enters separately; 4 micro-batches of 2 rows in float64
     tree = t5_settings(tmp_path, parallel={"tensor": 2})
     more = {**tree, "model": {**tree["model"], "t5": {"num_decoder_layers": 3}}}
     encoder, decoder = (tokens * 2 * 32 * 8 for tokens in (32, 16))
