@@ -73,9 +73,7 @@ def test_tables_of_full_width_hold_each_angle_twice(interleaved):
 
 def test_a_table_says_itself_whether_its_angles_stand_in_both_halves_or_side_by_side():
     t, (cos, sin) = draw(S, B, A, K + R), tables()
-    in_halves = [
-        torch.cat((table, table), dim=-1)[:, None, None] for table in (cos, sin)
-    ]  # as in Megatron's YaRN
+    in_halves = [torch.cat((table, table), dim=-1)[:, None, None] for table in (cos, sin)]  # as in Megatron's YaRN
     want = fused_apply_mla_rope_for_q(t, cos, sin, K, R, rotary_interleaved=True)
     assert torch.equal(fused_apply_mla_rope_for_q(t, *in_halves, K, R, rotary_interleaved=True), want)
     assert not torch.equal(fused_apply_mla_rope_for_q(t, *in_halves, K, R), want)

@@ -56,7 +56,7 @@ def turns(loads: list[list[int]], max_rows: float, expert_tensor: int = 1) -> in
 
 
 def test_all_ranks_with_the_same_experts_take_as_many_turns_as_the_one_of_the_most_uneven_loads():
-    # ranks 0 and 1 are one expert-parallel group, with 6 rows each; 2 and 3 another, with 11 and 1: 11/6 of an even load
+    # ranks 0 and 1 are an expert-parallel group, with 6 rows each; 2 and 3 another, with 11 and 1, 11/6 of an even load
     assert ranks(4, turns, [[3, 3], [3, 3], [6, 0], [5, 1]], 0.5) == [4] * 4
     assert ranks(4, turns, [[3, 3], [3, 3], [6, 0], [5, 1]], 1.0) == [2] * 4
 
