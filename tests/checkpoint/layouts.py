@@ -47,7 +47,7 @@ def mesh_of(layout: Layout) -> DeviceMesh:
 
 
 def in_layout(full: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """DTensors with the content of ``full``; a plain tensor where TENSORS has none."""
+    """The tensors of ``full`` as DTensors; plain tensors where TENSORS names no dimension."""
     tensors = {PLAIN: full[PLAIN].clone()}
     for name, (_, _, shard_dim, tp_dim) in TENSORS.items():
         placements = [Replicate(), *(Replicate() if dim is None else Shard(dim) for dim in (shard_dim, tp_dim))]

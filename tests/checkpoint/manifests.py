@@ -15,6 +15,6 @@ def list_in_manifest(checkpoint: Path) -> None:
 
 
 def replace_listed(checkpoint: Path, name: str, content: bytes) -> None:
-    """Puts ``content`` into the file ``name`` and lists it."""
+    """Writes ``content`` to the file ``name`` and lists it."""
     (checkpoint / name).write_bytes(content)
     list_in_manifest(checkpoint)

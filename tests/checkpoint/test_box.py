@@ -80,7 +80,7 @@ def test_overlaps_and_places():
 
 
 def counted(whole: Box, boxes: list[Box]) -> tuple[tuple[int, ...], int] | None:
-    """``first_miscount``, element by element."""
+    """``first_miscount``, computed element by element."""
     for element in itertools.product(*(range(*ends) for ends in whole.ranges)):
         count = sum(all(a <= i < b for i, (a, b) in zip(element, box.ranges, strict=True)) for box in boxes)
         if count != 1:
@@ -89,7 +89,7 @@ def counted(whole: Box, boxes: list[Box]) -> tuple[tuple[int, ...], int] | None:
 
 
 def tiles(chance: random.Random, box: Box, cuts: int) -> list[Box]:
-    """``box`` cut in two, each part again, up to ``cuts`` cuts deep."""
+    """``box`` cut in two, each half again, up to ``cuts`` cuts deep."""
     d = chance.randrange(len(box.ranges))
     start, stop = box.ranges[d]
     if cuts == 0 or stop - start < 2:

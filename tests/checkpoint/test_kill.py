@@ -37,7 +37,7 @@ def save(folder: Path, step: int, keep_last: int = 2) -> None:
 
 
 def save_forever(rank: int, num_ranks: int, folder: Path, store: str, saved: Connection) -> None:
-    """Rank ``rank`` of a run that saves every step, and says when it has."""
+    """Rank ``rank`` of a run that saves every step, and reports each save."""
     torch.set_num_threads(1)
     if num_ranks > 1:
         dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
@@ -47,7 +47,7 @@ def save_forever(rank: int, num_ranks: int, folder: Path, store: str, saved: Con
 
 
 def newest_is_sound(folder: Path) -> int:
-    """The step of the checkpoint that is found, after reading all of it."""
+    """The step of the newest checkpoint, after reading all of it."""
     path = find_checkpoint(folder)
     assert path is not None
     verify_checkpoint(path)
@@ -72,7 +72,7 @@ def start(num_ranks: int, tmp_path: Path) -> tuple[list[BaseProcess], list[Conne
 
 
 def last_of(report: Connection) -> int:
-    """The last step that a rank has said it saved; reads to the end of what it said."""
+    """The last step that a rank reported as saved; drains its reports."""
     step = 0
     try:
         while True:
@@ -114,7 +114,7 @@ FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.lis
 
 
 def die_at(number: int, folder: Path) -> None:
-    """Saves step 2 after step 1, keeping one; killed before its ``number``-th use of the file system."""
+    """Saves step 2 after step 1, with keep_last=1; killed before its ``number``-th use of the file system."""
     torch.set_num_threads(1)
     save(folder, 1, keep_last=1)
     uses = itertools.count(1)
@@ -129,7 +129,7 @@ def die_at(number: int, folder: Path) -> None:
 
 
 def die_everywhere(folder: Path) -> None:
-    """Runs ``die_at`` for 1, 2, ... in processes of their own, until one lives; the n-th saves in ``folder/n``."""
+    """Runs ``die_at`` for 1, 2, ... in separate processes, until one survives; the n-th saves in ``folder/n``."""
     for number in itertools.count(1):
         if (child := os.fork()) == 0:
             die_at(number, folder / str(number))
@@ -140,7 +140,7 @@ def die_everywhere(folder: Path) -> None:
 
 
 def test_a_kill_before_any_use_of_the_file_system_leaves_the_old_or_the_new(tmp_path):
-    # a process to fork from, without the threads of this one
+    # fork from a process without this one's threads
     process = CONTEXT.Process(target=die_everywhere, args=(tmp_path,))
     process.start()
     process.join()

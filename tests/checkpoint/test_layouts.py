@@ -24,7 +24,7 @@ def save_all(folder: Path, first_step: int, layouts: list[Layout]) -> None:
 
 
 def load_all(folder: Path, steps: int, layouts: list[Layout]) -> list[tuple[Layout, int, list[str]]]:
-    """For each layout and step, the names of the tensors whose local bits differ from those that were saved."""
+    """For each layout and step, the names of the tensors whose local bits differ from those saved."""
     different = []
     for layout in layouts:
         for step in range(steps):
@@ -73,7 +73,7 @@ def test_every_layout_stores_each_element_once(tmp_path):
 
 
 class Net(nn.Module):
-    """A column-parallel and a row-parallel weight, an uneven norm: the placements that FSDP and TP make together."""
+    """A column-parallel, a row-parallel and an uneven norm weight: the placements that FSDP and TP create together."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()

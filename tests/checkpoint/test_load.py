@@ -102,11 +102,11 @@ def test_a_caller_that_has_verified_does_not_pay_twice(checkpoint, monkeypatch):
 
 
 def load_on_stages(path: Path) -> list[str]:
-    """Rank 0 holds one part of the names and rank 1 the other, as stages of a pipeline do."""
+    """Rank 0 has some of the names and rank 1 the others, like stages of a pipeline."""
     names = [name for name in SAVED if name.startswith("model.") == (dist.get_rank() == 0)]
     into = {name: torch.zeros_like(SAVED[name]) for name in names}
     load_tensors(path, into)
-    # by themselves the names of one rank are a misfit
+    # the names of one rank alone do not match the checkpoint
     del into[names[0]]
     with pytest.raises(CheckpointError) as caught:
         load_tensors(path, into)
@@ -154,7 +154,7 @@ def test_a_read_that_fails_on_one_rank_is_an_error_on_both(tmp_path):
 
 
 def read_parts(folder: Path) -> list[str]:
-    """What a rank reads, (key, ranges), for one of four rows of what was saved in quarters by rows and columns."""
+    """What a rank reads, as (key, ranges), for one of four row blocks, saved as quarters by rows and columns."""
     full = torch.arange(12.0).reshape(4, 3)
     mesh = init_device_mesh("cpu", (2, 2))
     path = save_checkpoint(folder, 1, {"w": distribute_tensor(full, mesh, [Shard(0), Shard(1)])}, {}, keep_last=1)
@@ -181,7 +181,7 @@ def test_a_rank_reads_only_what_overlaps_its_own_part(tmp_path):
 
 
 def crafted(folder: Path, boxes: list[list[list[int]]]) -> Path:
-    """A checkpoint whose hashes all hold, of one tensor [4, 2] in these boxes."""
+    """A checkpoint of one tensor [4, 2] in these boxes, with valid hashes."""
     path = folder / "step-00000001"
     path.mkdir(parents=True)
     keys = [f"w@{number}" for number in range(len(boxes))]

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 @pytest.fixture(scope="module")
 def code():
-    """The Python blocks of the page, each run in a namespace of its own."""
+    """The Python blocks of the page, each run in its own namespace."""
     namespaces = []
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         namespaces.append({"__source__": block})

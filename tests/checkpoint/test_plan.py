@@ -73,7 +73,7 @@ def square(*ranges: tuple[int, int]) -> Offer:
             r"each element of w must be in exactly one of the 2 boxes that the ranks hold; \[3\] is in 2",
         ),
         ([offer("w", (1, 5)), offer("w", (4, 8))], r"one of the 2 boxes .*; \[0\] is in 0$"),
-        # the upper rows are complete; in the lower ones one column occurs twice and another not at all
+        # the upper rows are complete; in the lower ones, one column occurs twice and another is missing
         (
             [square((0, 2), (0, 4)), square((2, 4), (0, 2)), square((2, 4), (1, 3))],
             r"one of the 3 boxes .*; \[2, 1\] is in 2$",

@@ -52,7 +52,7 @@ def test_one_process_writes_one_plain_safetensors_file_and_json(tmp_path):
 
 
 def save_sharded(folder: Path, step: int, num_rows: int, limit: int | None = None) -> str:
-    """Two ranks save [num_rows, 2] float32, half each; on rank 1 no file may grow over ``limit`` bytes."""
+    """Two ranks save [num_rows, 2] float32, half each; on rank 1, no file may exceed ``limit`` bytes."""
     full = torch.arange(2.0 * num_rows).reshape(num_rows, 2)
     tensor = distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -92,7 +92,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_both_and_loses_nothing(tmp_path)
     )
     assert "shard-00001-of-00002.safetensors: File too large; raise the file size limit" in errors[0]
     assert content_of(tmp_path) == before
-    assert ranks(2, save_sharded, tmp_path, 2, 100_000) == ["saved"] * 2  # and with disk space it continues
+    assert ranks(2, save_sharded, tmp_path, 2, 100_000) == ["saved"] * 2  # continues once there is disk space
 
 
 def raise_on_rank_1(folder: Path) -> str:
@@ -167,7 +167,7 @@ def test_every_byte_is_on_disk_before_the_name_and_the_name_before_latest_and_re
         "fsync latest",
         "rename latest",
         f"fsync {tmp_path.name}",
-        "rename .step-00000001.tmp",  # on its way out
+        "rename .step-00000001.tmp",  # while being removed
     ]
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002"]
 

@@ -86,7 +86,7 @@ def test_what_is_no_header_is_refused(tmp_path, content, message):
     assert message in refusal(tmp_path, content)
 
 
-# one MB each: a header of the longest, 32 MB, takes as many times its size
+# 1 MB each; a header of the maximum size, 32 MB, takes the same multiple of its size
 HOSTILE = {
     "lists": '{"a": {"dtype": [' + "[]," * 350_000 + "[]]}}",
     "lists in place of an entry": '{"a": [' + "[]," * 350_000 + "[]]}",
@@ -114,7 +114,7 @@ def test_a_header_takes_little_more_memory_than_its_tensors(name, tmp_path):
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert peak < 7.9 * len(content)  # 256 MB of a header of 32
+    assert peak < 7.9 * len(content)  # 256 MB for a header of 32
 
 
 @pytest.mark.parametrize(

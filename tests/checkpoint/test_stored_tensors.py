@@ -18,7 +18,7 @@ PARTS = [((0, 4), (0, 5)), ((1, 3), (2, 5)), ((3, 4), (0, 5)), ((0, 4), (4, 5))]
 
 @pytest.fixture
 def stored(tmp_path):
-    """Thirds of a packed matrix, as it is and transposed; the matrix [12, 5]."""
+    """Thirds of a packed matrix, plain and transposed; also returns the matrix [12, 5]."""
     whole = torch.arange(60.0).reshape(12, 5)
     save_file({"plain": whole, "turned": whole.t().contiguous()}, tmp_path / "x.safetensors")
     tensors = {}

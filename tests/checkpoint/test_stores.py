@@ -51,7 +51,7 @@ def test_what_is_saved_is_found_verified_and_loaded(store):
 
 
 def save_and_load(prefix: str, writes: Layout, reads: Layout) -> list[str]:
-    """The names of the tensors whose local bits differ after a way through the store from one layout to another."""
+    """The names of the tensors whose local bits differ after passing through the store from one layout to another."""
     store = MemoryStore(SharedBytes(prefix))
     for step in (1, 2, 3):
         path = save_checkpoint(store, step, in_layout(full_tensors(step), writes), {}, keep_last=2)
@@ -88,7 +88,7 @@ def test_a_damaged_byte_is_found_and_the_checkpoint_set_aside(store, file):
 
 
 class Dies(MemoryStore):
-    """Raises at its ``held.left``-th use that changes something, as a process that is killed does."""
+    """Raises at its ``held.left``-th modification, like a process that is killed there."""
 
     def __truediv__(self, name: str) -> "Dies":
         return Dies(self.held, f"{self.folder}/{name}")
@@ -108,7 +108,7 @@ class Dies(MemoryStore):
 
 
 def test_one_that_is_not_committed_is_not_seen_and_removed_by_the_next_save(caplog):
-    """Killed before any change of the store, it has the old one or the new one, and the next save leaves no rest."""
+    """Killed before any modification, the store has the old or the new one, and the next save cleans up."""
     caplog.set_level(logging.INFO)
     found = []
     for uses in itertools.count():
@@ -194,7 +194,7 @@ def test_a_part_of_a_box_is_read_whatever_the_size_of_a_block(store, block, monk
         ((1, 4), (2, 5), (0, 7)),
         ((0, 5), (3, 4), (2, 7)),
     ]:
-        into = torch.zeros(2 * 7, 6, 5).permute(2, 1, 0)[: part[0][1] - part[0][0]]  # of other strides and dtype
+        into = torch.zeros(2 * 7, 6, 5).permute(2, 1, 0)[: part[0][1] - part[0][0]]  # other strides and dtype
         into = into[:, : part[1][1] - part[1][0], : 2 * (part[2][1] - part[2][0]) : 2]
         shard.read_part("w", Box.whole(full.shape), Box(part), "bfloat16", into)
         assert into.equal(full[tuple(slice(*ends) for ends in part)])

@@ -38,7 +38,7 @@ class Trap:
 
 
 def refusal(checkpoint: Path) -> str:
-    """The one error that verifying and loading give."""
+    """The error that both verifying and loading raise."""
     with pytest.raises(CheckpointError) as verifying:
         verify_checkpoint(checkpoint)
     into = torch.full((100,), 7.0)
@@ -157,7 +157,7 @@ def test_files_that_the_manifest_does_not_list_are_warned_about_once_and_ignored
 
 
 def verify_with_a_stray_on_rank_1(path: Path) -> list[str]:
-    """The warnings of this rank, where rank 1 alone sees another file."""
+    """The warnings on this rank, where only rank 1 sees an additional file."""
     log, names = Recorded(), LocalStore.names
     logging.getLogger("megalith.checkpoint.verify").addHandler(log)
     with pytest.MonkeyPatch.context() as patch:
@@ -184,7 +184,7 @@ def test_one_rank_warns_of_what_any_rank_sees(checkpoint):
 
 
 def verify_own_folder(folder: Path) -> str:
-    """The refusal of a checkpoint of which each rank has its own, sound one, as without a shared disk."""
+    """The refusal of a checkpoint of which each rank has its own valid one, as without a shared disk."""
     save_alone(folder / str(dist.get_rank()), float(dist.get_rank()))
     with pytest.raises(CheckpointError) as caught:
         verify_checkpoint(folder / str(dist.get_rank()) / "step-00000001")

@@ -30,7 +30,7 @@ class OwnBytes(dict[str, bytes]):
 
 
 class SharedBytes:
-    """What all ranks see: the key-value store of the default process group, under ``prefix``."""
+    """Bytes that all ranks see: the key-value store of the default process group, under ``prefix``."""
 
     def __init__(self, prefix: str) -> None:
         self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
@@ -40,7 +40,7 @@ class SharedBytes:
         return (key for key in written if self.get(key) is not None)
 
     def get(self, key: str) -> bytes | None:
-        # a key-value store of torch waits for a key that is not there, and cannot delete one everywhere
+        # torch's key-value stores wait for missing keys, and not all of them can delete one
         found = self.store.get(f"file {key}") if self.store.check([f"file {key}"]) else b"-"
         return found[1:] if found[:1] == b"+" else None
 

@@ -13,7 +13,7 @@ from megalith.storage.atomic import publish_file, publish_folder, write_json_ato
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What is fsynced and renamed, in order: ("fsync" | "rename", name)."""
+    """Records what is fsynced and renamed, in order: ("fsync" | "rename", name)."""
     seen = []
     replace, rename, fsync = os.replace, os.rename, os.fsync
 

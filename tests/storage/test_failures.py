@@ -9,7 +9,7 @@ from megalith.storage import explained
 
 
 def test_a_full_disk_is_named_with_the_way_out():
-    full = Path("/dev/full")  # Linux: every write to it is out of space
+    full = Path("/dev/full")  # Linux: every write to it fails for lack of space
     with (
         pytest.raises(StorageError, match=r"cannot write /dev/full: No space left on device; free up space there, or"),
         explained("write", full),

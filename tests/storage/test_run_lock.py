@@ -26,7 +26,7 @@ time.sleep(3600)
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that holds tmp_path/run, without a reference to its lock."""
+    """A process that holds the lock of tmp_path/run, without a reference to it."""
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
