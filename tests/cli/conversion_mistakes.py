@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def model_folder(folder: Path, change: Callable[[Tensors], object] = len, **fields: object) -> Path:
-    """A Llama in ``folder/hf``; ``change`` its tensors, and ``fields`` of its config.json."""
+    """A Llama in ``folder/hf``; ``change`` modifies its tensors, ``fields`` those of its config.json."""
     path = folder / "hf"
     path.mkdir()
     described = hf.LLAMA.config_to_hf(_CONFIG, max_position_embeddings=16, dtype="float32", eos_token_id=None)
@@ -38,7 +38,7 @@ def convert(change: Callable[[Tensors], object] = len, **fields: object) -> Mist
 
 
 def in_shards(weight_map: dict[str, str], *files: str) -> Mistake:
-    """An index over ``files``, each of which holds the last norm and no more."""
+    """An index over ``files``, each of which contains only the last norm."""
 
     def mistake(folder: Path) -> list[object]:
         arguments = convert()(folder)
@@ -108,7 +108,7 @@ def train_from_another_tokenizer(folder: Path) -> list[object]:
     return [*arguments, f"data.train={folder / 'made'}", "model.vocab_size=270"]
 
 
-# as MISTAKES: what is wrong: (the command, what the message must say)
+# like MISTAKES: what is wrong: (the command, what the message must say)
 CONVERSION_MISTAKES: dict[str, tuple[Mistake, str]] = {
     "import: no folder": (lambda f: ["convert", "import", f / "none", "--out", f / "new"], r"none/config\.json"),
     "import: an architecture that we do not have": (convert(model_type="mamba"), "model_type of llama, mistral"),

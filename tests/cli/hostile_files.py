@@ -32,7 +32,7 @@ _STEP = "run/checkpoints/step-00000001"
 
 
 def make_sound(folder: Path) -> None:
-    """One of each file, and a run of one step in ``run``."""
+    """One file of each kind, and a run of one step in ``run``."""
     write_dataset(folder / "text")
     train_byte_level_bpe(["some words to merge, some more words"] * 9, 270).save(folder / "tokenizer.json")
     documents = "".join(json.dumps({"text": f"document {number} of some words"}) + "\n" for number in range(30))
@@ -52,7 +52,7 @@ def make_sound(folder: Path) -> None:
 
 
 def copy_of(sound: Path, folder: Path) -> Path:
-    """``sound`` at ``folder``, with settings that name it."""
+    """A copy of ``sound`` at ``folder``, with settings that refer to the copy."""
     shutil.copytree(sound, folder)
     for file in ("settings.yaml", "run/config.yaml"):
         (folder / file).write_text((folder / file).read_text().replace(str(sound), str(folder)))
@@ -60,7 +60,7 @@ def copy_of(sound: Path, folder: Path) -> Path:
 
 
 def _plan(folder: Path) -> Ended:
-    """For settings and sidecars, which may ask for a run of years and be sound."""
+    """For settings and sidecars, which may be valid but request a run of years."""
     return here("train", folder / "settings.yaml", "--dry-run")
 
 
@@ -91,7 +91,7 @@ def _read_folder(folder: Path) -> Ended:
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads ``file``; ``survives`` names the damages that leave something sound."""
+    """How ``file`` is read; ``survives`` names the damages that leave something valid."""
 
     file: str
     read: Callable[[Path], Ended]
@@ -142,7 +142,7 @@ def _content(content_of: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Removes the file and makes something else of its name."""
+    """Removes the file and creates something else under its name."""
 
     def replace(path: Path) -> None:
         path.unlink()
@@ -190,7 +190,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def flip_a_bit(path: Path, seed: int) -> None:
-    """One bit of the file, the headers' more often."""
+    """Flips one bit of the file, more often in the header."""
     content, draw = bytearray(path.read_bytes()), random.Random(seed)
     place = draw.randrange(min(len(content), draw.choice((32, 256, len(content)))))
     content[place] ^= 1 << draw.randrange(8)
@@ -198,7 +198,7 @@ def flip_a_bit(path: Path, seed: int) -> None:
 
 
 def mutate(path: Path, seed: int) -> None:
-    """Other values, names or nothing in one to three places of a file of JSON or YAML."""
+    """Puts other values or names, or nothing, in one to three places of a JSON or YAML file."""
     is_yaml, draw = path.suffix == ".yaml", random.Random(seed)
     tree = (yaml.safe_load if is_yaml else json.loads)(path.read_text())
     for _ in range(draw.choice((1, 1, 2, 3))):
@@ -216,7 +216,7 @@ def mutate(path: Path, seed: int) -> None:
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every branch with each of its keys; of a long list or table the first few."""
+    """Every branch with each of its keys; for a long list or table, the first few."""
     keys = list(tree) if isinstance(tree, dict) else list(range(len(tree))) if isinstance(tree, list) else []
     for key in keys[:40]:
         yield tree, key
@@ -224,14 +224,14 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class TooLate(BaseException):
-    """No OSError, as TimeoutError is, which the code under test may take for a disk that does not answer."""
+    """Not an OSError like TimeoutError, which the code under test may mistake for a disk that does not answer."""
 
 
 @contextmanager
 def bounded(num_bytes: int = _GIGABYTE, seconds: float = 10.0) -> Iterator[None]:
-    """Code inside that takes more memory raises MemoryError, and code that takes more time TooLate.
+    """In the context, code that takes too much memory raises MemoryError, and code that takes too long TooLate.
 
-    Time is that of a processor, because others may keep this machine busy; who only waits has six times as long.
+    Time is processor time, because others may keep this machine busy; code that only waits has six times as long.
     """
 
     def too_late(signal_number: int, frame: object) -> None:

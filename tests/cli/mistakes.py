@@ -18,7 +18,7 @@ Mistake = Callable[[Path], list[object]]
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Every file below ``folder`` by the hash of its content."""
+    """The hash of every file below ``folder``."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

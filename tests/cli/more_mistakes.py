@@ -27,13 +27,13 @@ def fifo(folder: Path, name: str) -> Path:
 
 
 def rewritten_as_floats(folder: Path) -> Path:
-    """The dataset of ``folder`` again, whose .idx says that its numbers are float32."""
+    """Rewrites the dataset of ``folder`` so that its .idx declares float32 tokens."""
     write_dataset(folder / "float")
     index = bytearray((folder / "float.idx").read_bytes())
     num_sequences = int.from_bytes(index[18:26], "little")
     index[17] = 7
     at = 34 + 4 * num_sequences
-    for number in range(num_sequences):  # offsets of four bytes for each token
+    for number in range(num_sequences):  # offsets, with four bytes per token
         begin = int.from_bytes(index[at + 8 * number : at + 8 * number + 8], "little")
         index[at + 8 * number : at + 8 * number + 8] = (2 * begin).to_bytes(8, "little")
     (folder / "float.idx").write_bytes(index)
@@ -76,7 +76,7 @@ LONG = "x" * 300
 HUGE = "9" * 5000
 BIG = ("model.hidden_size=32768", "model.num_layers=400", "model.num_attention_heads=128", "model.num_query_groups=8")
 
-# as MISTAKES: what is wrong: (the command, what the message must say)
+# like MISTAKES: what is wrong: (the command, what the message must say)
 MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
     # three at once
     "a range, a type and a name": (override("optim.lr=-1", "train.steps=x", "foo=1"), r"3 settings(.|\n)*foo"),

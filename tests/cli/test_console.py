@@ -89,7 +89,7 @@ def test_a_message_covers_the_progress_line_of_another_process(narrow, monkeypat
 
 
 def megalith(redirected: str) -> "subprocess.CompletedProcess[str]":
-    """``megalith`` of a shell's command line."""
+    """Runs ``megalith`` as part of a shell command line."""
     return subprocess.run(f"{sys.executable} -m megalith {redirected}", shell=True, capture_output=True, text=True)
 
 

@@ -14,7 +14,7 @@ from megalith.errors import DataError
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Twenty documents in a .jsonl, one of them empty, and a folder with a binary file; the working folder."""
+    """Twenty documents in a .jsonl, one of them empty, and a folder with a binary file; becomes the working folder."""
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"body": f"document {n} " * 30 if n else ""}) for n in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))

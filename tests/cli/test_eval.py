@@ -145,7 +145,7 @@ def test_it_says_what_takes_long(run, monkeypatch):
     assert said[1].startswith("evaluating the first samples; operations may be compiled")
     first, *_, last = found.err.splitlines()
     total = last.split()[2]
-    assert first == f"2 of {total} samples"  # a micro-batch; how long it took says nothing of the others
+    assert first == f"2 of {total} samples"  # one micro-batch; its time does not predict that of the others
     assert last.startswith(f"{total} of {total} samples, 0 ms left")
 
 
@@ -155,7 +155,7 @@ def test_progress_comes_now_and_then_with_the_time_that_is_left(monkeypatch, cap
     progress = Progress(Console(), lambda done, total: f"{done:,} of {total:,} samples")
     for done in (10, 20, 40, 50, 90):
         progress(done, 100)
-    # the first line after 100 s, which compiling took; then one in ten seconds
+    # the first line after the 100 s of compiling; then one every ten seconds
     assert capsys.readouterr().out.splitlines() == [
         "10 of 100 samples",
         "40 of 100 samples, 22 s left",

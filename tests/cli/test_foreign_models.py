@@ -15,12 +15,12 @@ from tests.program import here
 from tests.training.tasks.conversion.folders import write_folder
 
 MEGATRON = Path(__file__).parents[1] / "models" / "megatron"
-ROWS, EOD = 48, 47  # of the vocabulary of the checkpoints there, and the last of them
+ROWS, EOD = 48, 47  # vocabulary size of the checkpoints there, and its last id
 
 
 @pytest.fixture
 def words(tmp_path):
-    """A tokenizer.json whose words are w0 to w46, by their ids."""
+    """A tokenizer.json whose words are w0 to w46, in id order."""
     made = tokenizers.Tokenizer(models.WordLevel({f"w{id}": id for id in range(EOD)} | {"</s>": EOD}, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens([AddedToken("</s>", special=True)])
@@ -38,12 +38,12 @@ def ask(path, questions):
 
 
 def wrong(questions):
-    """The same, each with another answer."""
+    """The same questions, each with a wrong answer."""
     return [question | {"answer": (question["answer"] + 1) % len(question["choices"])} for question in questions]
 
 
 def assert_accuracies(folder, questions, path, *arguments):
-    """Every question is answered right, and none when another choice is called right."""
+    """Every question is answered correctly, and none if another choice is marked as correct."""
     for asked, share in ((questions, "100.00%"), (wrong(questions), "0.00%")):
         found = here("eval", folder, "--choices", ask(path, asked), *arguments)
         assert found.code == 0, found
@@ -101,7 +101,7 @@ def test_a_text_ends_where_transformers_ends_it_at_any_of_several_tokens(file, t
     [whole] = AutoModelForCausalLM.from_pretrained(folder).generate(prompt, **how)
     new = whole[prompt.shape[1] :].tolist()
     at = next(index for index in range(1, 11) if new[index] not in new[:index])
-    if file == "config.json":  # which counts where the other is missing
+    if file == "config.json":  # it is used where the other file is missing
         (folder / "generation_config.json").unlink()
     described = folder / file
     described.write_text(json.dumps(json.loads(described.read_text()) | {"eos_token_id": [0, new[at]]}))

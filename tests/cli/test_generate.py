@@ -229,7 +229,7 @@ def test_a_tokenizer_with_ids_for_which_the_model_has_no_row_is_refused(run, tmp
 def test_a_text_that_may_outgrow_the_rows_of_training_is_told_with_the_way_to_stay_within(
     shape, more, told, tmp_path, caplog
 ):
-    write_folder(tmp_path / "source", shape)  # of 24 positions; those of gpt2 end there
+    write_folder(tmp_path / "source", shape)  # of 24 positions, which is gpt2's limit
     with caplog.at_level(logging.WARNING):
         found = generate(tmp_path / "source", "--prompt", "some more", "--max-new-tokens", more, "--temperature", 0)
     assert found.code == 0, found

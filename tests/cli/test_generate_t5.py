@@ -42,7 +42,7 @@ def generate(source: Path, *arguments: object, prompt: str = PROMPT) -> Ended:
 
 
 def worked_out(run: Path, ids: list[int], sampling: Sampling, seed: int = 0) -> str:
-    """The answer to token ids, by the model alone."""
+    """The answer to token ids, computed by the model alone."""
     tokenizer = Tokenizer.load(run / "tokenizer.json")
     padding = tokenizer.token_id("<pad>")
     assert padding is not None
@@ -53,7 +53,7 @@ def worked_out(run: Path, ids: list[int], sampling: Sampling, seed: int = 0) -> 
 
 
 def ids_of(run: Path, parts: list[str]) -> list[int]:
-    """Sentinels are tokens, the rest is text, and the end is that of every row of the encoder."""
+    """Sentinels become tokens, the rest is text, and the end token is that of every encoder row."""
     tokenizer = Tokenizer.load(run / "tokenizer.json")
     found = [[tokenizer.token_id(part)] if part.startswith("<extra_id") else tokenizer.encode(part) for part in parts]
     return [*(id for ids in found for id in ids if id is not None), tokenizer.eod]
@@ -69,7 +69,7 @@ def test_a_prompt_is_answered_on_a_line_of_its_own(temperature, seed, run):
 
 
 def test_the_encoder_reads_sentinels_and_the_end_as_in_training(run):
-    # the model of a few steps would answer much the same without them
+    # after a few steps, the model would give much the same answers without them
     opened = TextSource.open(run)
     assert opened.encode([PROMPT, "the"], special_tokens=True) == [ids_of(run, PARTS), ids_of(run, ["the"])]
     assert opened.encode([PROMPT]) == [ids_of(run, [PROMPT])]

@@ -13,16 +13,16 @@ from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 
-# a text may have any size, and take any time
+# a text may have any size, and take any amount of time
 LEFT_OUT = {("text", "3 GB"), ("compressed lines", "3 GB")}
-# as text they are valid, if odd
+# valid as text, if odd
 LEFT_OUT |= {("text", damage) for damage in ("deep nesting", "deep objects", "5,000 digits")}
 PAIRS = [(name, damage) for name in READERS for damage in DAMAGES if (name, damage) not in LEFT_OUT]
 TREES = [name for name, reader in READERS.items() if reader.file.endswith((".json", ".yaml"))]
 
 
 def each_reader(names, num_seeds):
-    """Each reader with each seed; in the fast tier each once."""
+    """Each reader with each seed; `make test` takes each once."""
     return sampled([(name, seed) for name in names for seed in range(num_seeds)], lambda one: {one[0]})
 
 
@@ -34,7 +34,7 @@ def sound(tmp_path_factory):
 
 
 def state_of(folder):
-    """Every file below ``folder`` but locks: its hash, or size and time of change of one that is too large to read."""
+    """Every file below ``folder`` except locks: its hash, or size and modification time if it is too large to read."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     large = {path: path.stat() for path in files if path.stat().st_size > 2**30}
     small = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path not in large}
@@ -42,7 +42,7 @@ def state_of(folder):
 
 
 def assert_refused_or_read(reader, folder, *, may_be_read):
-    """Runs the command on a damaged file: one message, nothing changed; or success, where something sound is left."""
+    """Runs the command on a damaged file: one message and no changes; or success, where something valid is left."""
     before = state_of(folder)
     with bounded():
         found = reader.read(folder)

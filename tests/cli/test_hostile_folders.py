@@ -39,7 +39,7 @@ FAMILIES = (
     "gpt-oss",
     "roformer",
 )
-MOST = 384 << 20  # bytes of address space that a refusal may take; a thread of tokenizers reserves 64 MiB
+MOST = 384 << 20  # bytes of address space that a refusal may use; a thread of tokenizers reserves 64 MiB
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 GENERATION = "generation_config.json"
 
@@ -66,12 +66,12 @@ def config(**changed):
 
 
 def size(setting, value):
-    """Gives the field of config.json that our ``setting`` comes from another value."""
+    """Changes the field of config.json from which our ``setting`` is read."""
 
     def damage(folder):
         fields = detect(json.loads((folder / CONFIG).read_text())).sizes
         [name] = (theirs for theirs, ours in fields.items() if ours == setting)
-        rewrite(folder / CONFIG, layer_types=None, **{name: value})  # which would have another length
+        rewrite(folder / CONFIG, layer_types=None, **{name: value})  # its length would no longer match
 
     return damage
 
@@ -81,7 +81,7 @@ def shards(folder):
 
 
 def tensors(change):
-    """Another first shard; the index goes on to list what is in it."""
+    """Replaces the first shard; the index lists what is in it."""
 
     def damage(folder):
         shard = shards(folder)[0]
@@ -96,7 +96,7 @@ def tensors(change):
 
 
 def header(change):
-    """Another header of the first shard, over the same bytes."""
+    """Replaces the first shard's header and keeps the bytes after it."""
 
     def damage(folder):
         shard = shards(folder)[0]
@@ -154,7 +154,7 @@ def content(file, text):
 
 
 def long(file):
-    """Hundreds of megabytes, as a sparse file that takes no disk space."""
+    """Makes a file hundreds of megabytes long; sparse, so that it takes no disk space."""
 
     def damage(folder):
         (folder / file).touch()  # the folder of an encoder has no generation_config.json

@@ -87,7 +87,7 @@ def train_as_a_program(*arguments: object) -> Ended:
 
 
 def train_on_ranks_of_the_pool(*arguments: object) -> Ended:
-    """The same without the start-up time of a program: runs what each of its ranks runs."""
+    """The same without a program's start-up time: runs what each of its ranks runs."""
     first, second = ranks(2, here, *arguments)
     return Ended(first.code if first.code == second.code else -1, first.out + second.out, first.err + second.err)
 
@@ -113,14 +113,14 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(tmp_path):
     assert f'"pid": {first.pid}' in second.err
     third = here(*arguments, "--nproc", 2)
     assert (third.code, "is in use by another run" in third.err) == (2, True)
-    assert not list((tmp_path / "run" / "logs").glob("rank-*"))  # nothing between what the first one's ranks say
+    assert not list((tmp_path / "run" / "logs").glob("rank-*"))  # nothing was written among the first one's rank logs
     assert first.code is None
     first.send_signal(signal.SIGTERM)
     assert first.ended().code == 75
 
 
 def here_with_files_up_to(size: int, *arguments: object) -> Ended:
-    """``here``, refused by the system what goes past ``size`` bytes of a file, as a full disk would."""
+    """Runs ``here`` where the system refuses to write beyond ``size`` bytes of a file, like a full disk."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
     try:
@@ -170,7 +170,7 @@ def test_data_that_one_rank_cannot_read_end_the_run_at_once_with_its_message(err
 
 
 def failing_evaluation(rank: int, action: str) -> list[str]:
-    """Lines that make ``rank`` do ``action`` where it would evaluate."""
+    """Lines that make ``rank`` do ``action`` instead of evaluating."""
     return [
         "import os",
         "from megalith.errors import DataError",

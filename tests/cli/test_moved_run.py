@@ -20,7 +20,7 @@ from tests.tiny_run import settings
 
 @pytest.fixture
 def moved(original, tmp_path, monkeypatch):
-    """The run's folder in a new place, its data in another; the working folder is a third one, and empty."""
+    """The run's folder in a new place and its data in another; the working folder is a third one, and empty."""
     shutil.copytree(original.kept / "run", tmp_path / "there")
     shutil.copytree(original.kept / "data", tmp_path / "place")
     (tmp_path / "working").mkdir()
@@ -107,7 +107,7 @@ def test_it_goes_on_where_it_lies_now_on_data_in_their_new_place(source, moved):
     assert "resumed from" in found.out
     assert [record["step"] for record in read_metrics(moved) if "loss" in record] == [1, 2, 3]
     assert yaml.safe_load((moved / "config.yaml").read_text())["run"] == str(moved)
-    assert not list(Path().iterdir())  # nothing begins in the working folder
+    assert not list(Path().iterdir())  # nothing is created in the working folder
 
 
 def test_it_goes_on_when_the_tokenizer_and_the_weights_it_started_from_are_gone(moved):

@@ -26,7 +26,7 @@ print(json.dumps(answers))
 
 
 def complete(words: str) -> list[object]:
-    """What bash asks when somebody presses TAB after ``words``."""
+    """What bash requests when somebody presses TAB after ``words``."""
     last = str(len(words.split(" ")) - 1)
     return [[], {"_MEGALITH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": last}]
 
@@ -40,7 +40,7 @@ ASKED = [
     [["recipes", "show", "llama-4m"], {}],
     complete("megalith train lla"),
     [["train", "llama-4m", "--nproc", "0"], {}],
-    complete("megalith train llama-4m optim.wa"),  # the last, because names of settings are asked for
+    complete("megalith train llama-4m optim.wa"),  # last, because it asks for names of settings
 ]
 
 

@@ -57,7 +57,7 @@ def test_a_signal_to_end_leaves_nothing_in_the_temporary_directory(tmp_path_fact
     monkeypatch.setenv("TMPDIR", str(scratch))
     program = start("verify", "llama-4m", *OVERRIDES)
     deadline = time.monotonic() + 60
-    while not list(scratch.glob("megalith-verify-*/*")):  # its own folder, and something written there
+    while not list(scratch.glob("megalith-verify-*/*")):  # its own folder, with something written in it
         assert program.code is None, program.ended()
         assert time.monotonic() < deadline
         time.sleep(0.02)

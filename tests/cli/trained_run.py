@@ -14,13 +14,13 @@ MODEL = {
     "ffn_hidden_size": 24,
     "num_attention_heads": 2,
     "normalization": "LayerNorm",
-    "position_embedding_type": "learned_absolute",  # 32 of them
+    "position_embedding_type": "learned_absolute",  # 32 positions
 }
 
 
 @dataclass(frozen=True)
 class Original:
-    """Where the run was trained, which is not there any more; its run/ and data/; what two commands said there."""
+    """Where the run was trained, which no longer exists; its run/ and data/ now; the output of two commands there."""
 
     place: Path
     kept: Path
@@ -33,7 +33,7 @@ def generate(run: object, *more: object) -> Ended:
 
 
 def write_texts(folder: Path, num_documents: int = 12) -> list[Path]:
-    """Documents that differ, one a file."""
+    """Writes distinct documents, one per file."""
     folder.mkdir(parents=True)
     for number in range(num_documents):
         (folder / f"{number:02}.txt").write_text(f"Document {number}. " + TEXT * 3)
@@ -42,7 +42,7 @@ def write_texts(folder: Path, num_documents: int = 12) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
-    """Trained in one place by relative paths, and moved to another."""
+    """A run trained in one place with relative paths, and moved to another."""
     place = tmp_path_factory.mktemp("original")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)

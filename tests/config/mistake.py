@@ -8,12 +8,12 @@ __all__ = ["Mistake"]
 
 @dataclass(frozen=True)
 class Mistake:
-    """Settings that differ from VALID (None takes one out), and a pattern of the first line of the report."""
+    """Changes to VALID (None removes a setting), and a pattern for the first line of the report."""
 
     changes: dict[str, Any]
     message: str
     world_size: int | None = None
-    also: int = field(default=0)  # violations that come with it
+    also: int = field(default=0)  # number of further violations that it causes
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in self.changes.items()) + f"@{self.world_size}"

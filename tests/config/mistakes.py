@@ -97,7 +97,7 @@ MISTAKES = [
     Mistake({"parallel.shard": -2}, r"parallel.shard must be at least 1, or -1"),
     Mistake({"parallel.replicate": -1}, r"parallel.replicate must be at least 1"),
     Mistake({"checkpoint.keep": 0}, r"checkpoint.keep must be at least 1"),
-    # the shape
+    # model shape
     Mistake({"model.num_attention_heads": 20}, r"hidden_size \(96\) must be divisible by .*heads \(20\).*=24"),
     Mistake(
         {"model.kv_channels": 5}, r"kv_channels \(5\), the number of features that rope rotates .*, must be even; .*=6"
@@ -125,7 +125,7 @@ MISTAKES = [
     Mistake({"model.residual.norm_placement": "after"}, r"norm_placement must be .*'sandwich'; got 'after'; use"),
     Mistake({"model.multipliers.logit_softcap": 0.0}, r"logit_softcap must be above 0.0; got 0.0"),
     Mistake({"model.final_logit_softcapping": 30.0}, r"did you mean model.multipliers.logit_softcap\?"),
-    # the layout
+    # parallel layout
     Mistake({"parallel.tensor": 8}, r"heads \(12\) must be divisible by parallel.tensor \(8\); use .*tensor=4"),
     Mistake(
         {"parallel.tensor": 3, "model.ffn_hidden_size": 258},
@@ -242,7 +242,7 @@ MISTAKES = [
     Mistake(
         {"train.global_batch_size": 25}, r"global_batch_size \(25\) must be divisible by .*; use .*batch_size=1", 1
     ),
-    # the course
+    # schedules
     Mistake(
         {"train.batch_size_schedule": "0:16 1K:24"},
         r"train.global_batch_size \(24\) has no effect with train.batch_size_schedule=0:16 1K:24",

@@ -132,8 +132,8 @@ MOE_MISTAKES = [
         {**CAPACITY, "parallel.dispatch.max_rows": 2.0}, r"max_rows \(2.0\) has no effect with .*capacity.pad=true"
     ),
     Mistake({**MOE, "parallel.tensor": 2}, r"with parallel.tensor=2 needs parallel.sequence=true", 2),
-    # of a token's rows a rank of one computes all, a rank of two at most all, which is twice an even share, and a rank
-    # of four that has two of six experts chosen a third, which is 4/3 of an even share
+    # of a token's rows, rank 0 of 1 computes all; of 2, at most all, which is twice an even share; of 4, with two of
+    # six experts chosen, at most a third, which is 4/3 of an even share
     Mistake(
         {**MOE, "parallel.dispatch.max_rows": 1.0}, r"max_rows \(1.0\) has no effect: .*expert=1 .* at most 1 times"
     ),

@@ -13,7 +13,7 @@ YARN = {
 LATENT = {"model.mla.kv_lora_rank": 64, "model.num_query_groups": None}
 
 OPTION_MISTAKES = [
-    # latent attention
+    # multi-latent attention
     Mistake(
         LATENT | {"model.num_query_groups": 4},
         r"model.num_query_groups \(4\) must be 12 with model.mla; use model.num_query_groups=null",

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-# a class by name; of a sequence, its members' class behind "*"
+# a class by name; for a sequence, its elements' class after "*"
 Type = str
 _SEQUENCES = {"Sequence", "Iterable", "Iterator", "list", "tuple"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -18,12 +18,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class Program:
-    """Syntax trees, what is known of their classes and functions, and the reads found so far.
+    """Syntax trees, what is known about their classes and functions, and the reads found so far.
 
     Args:
         trees: modules whose code runs.
         settings_trees: modules that declare the groups; of these, only functions that others call count.
-        groups: names of the classes whose reads are looked for.
+        groups: names of the classes whose reads are searched for.
     """
 
     trees: Iterable[ast.Module]
@@ -32,7 +32,7 @@ class Program:
     reads: set[tuple[str, str]] = field(default_factory=set)  # (class, attribute)
     attributes: dict[str, dict[str, set[Type]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
     bases: dict[str, list[str]] = field(default_factory=dict)
-    results: dict[str, set[Type]] = field(default_factory=lambda: defaultdict(set))  # of functions by name
+    results: dict[str, set[Type]] = field(default_factory=lambda: defaultdict(set))  # by function name
     called: set[str] = field(default_factory=set)  # functions and "Class.method"
 
     def find_reads(self) -> set[tuple[str, str]]:
@@ -51,7 +51,7 @@ class Program:
         return self.reads
 
     def attribute(self, owner: str, name: str) -> set[Type]:
-        """The types of an attribute, or of a method's result, inherited ones too."""
+        """The types of an attribute, or of a method's result, including inherited ones."""
         known = self.attributes.get(owner, {}).get(name, set())
         return known.union(*(self.attribute(base, name) for base in self.bases.get(owner, [])))
 
@@ -82,7 +82,7 @@ class _Body:
     owner: str | None
     constants: Mapping[str, list[str]]
     names: dict[str, set[Type]] = field(default_factory=lambda: defaultdict(set))
-    texts: dict[str, list[str]] = field(default_factory=dict)  # names that run over constant texts
+    texts: dict[str, list[str]] = field(default_factory=dict)  # names that iterate over constant strings
 
     def follow(self) -> None:
         nodes = list(ast.walk(self.function))
@@ -149,7 +149,7 @@ class _Body:
 
 
 def annotated(annotation: ast.expr | None, owner: str | None) -> set[Type]:
-    """The types that ``annotation`` names, inside of the class ``owner``."""
+    """The types that ``annotation`` names, within the class ``owner``."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return annotated(ast.parse(annotation.value, mode="eval").body, owner)
     if isinstance(annotation, ast.Name):
@@ -166,7 +166,7 @@ def annotated(annotation: ast.expr | None, owner: str | None) -> set[Type]:
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[Function, str | None]]:
-    """Functions of a module with None, and methods with their class; functions inside of these belong to them."""
+    """A module's functions, each with None, and methods, each with its class; nested functions belong to these."""
 
     def inside(body: Iterable[ast.stmt], owner: str | None) -> Iterator[tuple[Function, str | None]]:
         for node in body:
@@ -179,7 +179,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[Function, str | None]]:
 
 
 def _constants(tree: ast.Module) -> dict[str, list[str]]:
-    """Tuples of texts that a module binds at its top level."""
+    """Tuples of strings that a module binds at its top level."""
     found = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple):

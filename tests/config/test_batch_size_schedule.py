@@ -25,7 +25,7 @@ def test_thresholds_have_decimal_suffixes():
 
 
 def test_thresholds_in_tokens_are_rounded_down_to_samples():
-    # Megatron's own example, at 4,096 tokens a sample
+    # Megatron's own example, at 4,096 tokens per sample
     assert pairs("0:768 250B:1536", 4096) == [(0, 768), (61_035_156, 1536)]
 
 
@@ -43,7 +43,7 @@ def test_thresholds_in_tokens_are_rounded_down_to_samples():
         ("0:1.5", None, "must look like"),
         ("0:16 1.0005K:32", None, "must be integers; got '1.0005K:32'"),
         ("0:16 1G:32", None, "must look like"),
-        ("0:\u0661", None, "must look like"),  # a digit, but not one of ours
+        ("0:\u0661", None, "must look like"),  # a digit, but not an ASCII one
     ],
 )
 def test_schedules_that_cannot_be_read_are_refused(text, seq_length, message):

@@ -20,7 +20,7 @@ CONFIG = PACKAGE / "config"
 REPORTS = {PACKAGE / "models" / "hf", PACKAGE / "insight", PACKAGE / "observe"}
 REPORTS |= {PACKAGE / "training" / "dry_run.py", PACKAGE / "training" / "about.py"}
 
-# every class of settings by the name of its place in the tree
+# every class of settings by its place in the tree
 ALL: dict[str, type[SettingsGroup]] = {"": RunConfig, **GROUPS, "optim.overrides[]": ParamGroupOverride}
 
 # setting -> why the analysis cannot see its reads
@@ -32,7 +32,7 @@ NOT_SEEN = {
 
 @functools.cache
 def reads_of_the_package(overlook: tuple[str, ...] = ()) -> frozenset[tuple[str, str]]:
-    """What the package reads, as if the source texts ``overlook`` were None."""
+    """What the package reads, with every occurrence of ``overlook`` in the source replaced by None."""
     trees, settings_trees = [], []
     for file in sorted(PACKAGE.rglob("*.py")):
         text = file.read_text("utf-8")
@@ -47,7 +47,7 @@ def reads_of_the_package(overlook: tuple[str, ...] = ()) -> frozenset[tuple[str,
 
 
 def unread(groups: dict[str, type[SettingsGroup]], overlook: tuple[str, ...] = ()) -> set[str]:
-    """Dotted names of the fields of ``groups``, nested groups aside, that no code of the package reads."""
+    """Dotted names of the fields of ``groups``, except nested groups, that no code of the package reads."""
     reads = reads_of_the_package(overlook)
     return {
         f"{place}.{field}" if place else field
@@ -126,7 +126,7 @@ WIDTH, DEPTH = ("Outer", "width"), ("Inner", "depth")
             {DEPTH},
         ),
         ("NAMES = ('width',)\ndef f(outer: Outer): return [getattr(outer, name) for name in NAMES]", {WIDTH}),
-        ("def f(outer: Outer): return outer.area()", {WIDTH}),  # what a method reads that others call
+        ("def f(outer: Outer): return outer.area()", {WIDTH}),  # what is read by a method that others call
         ("def f(outer: Outer): return outside(outer)", {WIDTH}),
         ("def f(outer): return outer.width", set()),
         ("def f(other: Other): return other.width", set()),

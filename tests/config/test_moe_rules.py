@@ -30,14 +30,14 @@ def refusals(world_size: int, **changes: Any) -> list[str]:
 @pytest.mark.parametrize("top_k", [1, 2, 5, 12])
 @pytest.mark.parametrize("expert", [1, 2, 4, 12])
 def test_a_bound_of_rows_is_refused_from_the_most_on_that_any_choice_of_experts_gives_a_rank(expert, top_k):
-    # loads of several tokens are sums, so that no mean of theirs is greater than the greatest of one
+    # the loads of several tokens are sums, so their mean never exceeds the maximum for one token
     here = E // expert
     most = max(
-        Fraction(sum(e < here for e in chosen) * expert, top_k)  # of rank 0, against an even share of top_k
+        Fraction(sum(e < here for e in chosen) * expert, top_k)  # on rank 0, relative to an even share of top_k
         for chosen in combinations(range(E), top_k)
     )
     moe = {"model__moe__top_k": top_k, "model__moe__router__pre_softmax": top_k == 1}
-    # of twelve experts no greatest share has a short decimal but a whole one: 0.001 is less than any difference
+    # for twelve experts, a maximum share is an integer or has no short decimal, so 0.001 is less than any difference
     below, above = float(int(most * 1000) - 1) / 1000, float(int(most * 1000) + 1) / 1000
     parallel = {"parallel__expert": expert, "train__global_batch_size": 24}
     assert refusals(expert, parallel__dispatch__max_rows=below, **parallel, **moe) == []
@@ -49,7 +49,7 @@ def test_a_bound_of_rows_is_refused_from_the_most_on_that_any_choice_of_experts_
 @pytest.mark.parametrize("top_k", [2, 5, 12])
 def test_a_capacity_is_refused_from_where_on_no_expert_drops_a_token(top_k):
     greatest = [factor / 100 for factor in range(90, 700)]
-    # an expert may be chosen by each of a million tokens
+    # all of a million tokens may choose the same expert
     dropping = [factor for factor in greatest if expert_capacity(1_000_000, top_k, E, factor) < 1_000_000]
     moe = {"model__moe__top_k": top_k}
     for factor in greatest[::7]:
@@ -69,7 +69,7 @@ def test_which_tokens_are_dropped_is_refused_where_padded_experts_have_room_for_
 
 
 def group_settings() -> Iterator[tuple[int, dict[str, int]]]:
-    """Every top_k and groups of eight experts that a router can have."""
+    """Every top_k and number of groups that a router with eight experts can have."""
     for top_k, num_groups in product(range(1, 9), (1, 2, 4, 8)):
         for kept, scored in product(range(1, num_groups + 1), (None, *range(1, 8 // num_groups + 1))):
             if top_k <= kept * (8 // num_groups) and (scored is not None or top_k % kept == 0):
@@ -98,7 +98,7 @@ def test_a_selection_of_all_experts_is_refused_where_it_routes_as_the_best_score
     x, top_k = x_of(16), num_experts
     score = "sigmoid" if num_experts == 1 else "softmax"  # softmax over one expert is refused
     by_score = router_of(experts=num_experts, top_k=top_k, score_function=score)(x, CONTEXT)
-    own_score = "softmax" if selection == "sinkhorn" else score  # that has weights of its own
+    own_score = "softmax" if selection == "sinkhorn" else score  # which computes its own weights
     given = {"selection": selection, "score_function": own_score}
     routing = router_of(experts=num_experts, top_k=top_k, **given)(x, CONTEXT)
 
@@ -109,10 +109,10 @@ def test_a_selection_of_all_experts_is_refused_where_it_routes_as_the_best_score
     changes = {f"model__moe__router__{name}": value for name, value in given.items()}
     sizes = {"model__moe__num_experts": num_experts, "model__moe__top_k": top_k}
     found = refusals(1, **sizes, **changes)
-    # Sinkhorn's weight of one expert is sigmoid beside score_function=softmax, which the best score has not
+    # Sinkhorn's weight of a single expert is a sigmoid with score_function=softmax, which is refused for best scores
     only_so = selection == "sinkhorn" and num_experts == 1
     assert ["has no effect" in refusal for refusal in found] == ([] if only_so else [True])
-    # of one expert fewer than all, some token may not choose it
+    # with one more expert than is chosen, some token may not choose it
     assert refusals(1, **{**sizes, "model__moe__num_experts": num_experts + 1}, **changes) == []
 
 

@@ -48,7 +48,7 @@ def test_a_preset_has_the_published_number_of_parameters(preset, vocab_size, par
     biases = heads + 2 * groups + hidden + ffn + hidden if model.add_bias_linear else 0
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
     embeddings = (vocab_size * (1 if model.tie_word_embeddings else 2) + (model.max_position_embeddings or 0)) * hidden
-    # types, the transform of masked tokens with its norm, a bias of the vocabulary, the pooler, two classes
+    # token types, the masked-token transform with its norm, a vocabulary bias, the pooler, two classes
     encoder = 2 * hidden + (hidden**2 + hidden + norm) + vocab_size + (hidden**2 + hidden) + 2 * hidden + 2
     outside = norm + embeddings + (0 if model.bert is None else encoder)
     assert model.num_layers * (weights + biases + 2 * norm) + outside == parameters

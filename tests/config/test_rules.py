@@ -76,13 +76,13 @@ def test_all_mistakes_are_told_at_once():
         ({"parallel.context": 2, "parallel.context_method": "all_to_all", "parallel.tensor": 2}, 8),
         ({"parallel.context": 4, "parallel.context_method": "two_level", "parallel.context_inner": 2}, 4),
         ({"parallel.tensor": 4, "parallel.sequence": True, "parallel.context": 2, "data.seq_length": 8}, 8),
-        ({"parallel.tensor": 4, "model.num_query_groups": 2}, 4),  # two ranks share a group
+        ({"parallel.tensor": 4, "model.num_query_groups": 2}, 4),  # two ranks share a query group
         ({"parallel.tensor": 12, "model.num_query_groups": 1, "model.ffn_hidden_size": 240}, 12),
-        ({"parallel.tensor": 2}, None),  # the world is not known yet
+        ({"parallel.tensor": 2}, None),  # the world size is not known yet
         ({"model.hidden_size": 100, "model.kv_channels": 8}, None),  # heads need not fill the hidden size
         ({"parallel.tensor": 4, "model.hidden_size": 100, "model.kv_channels": 8, "model.vocab_size": 257}, 4),
         (LEARNED, None),
-        (LEARNED | {"model.kv_channels": 7}, None),  # odd heads are fine without rope
+        (LEARNED | {"model.kv_channels": 7}, None),  # odd head sizes are fine without rope
         (WSD | {"optim.wsd.decay_style": "minus_sqrt", "optim.decay_steps": 80, "optim.warmup_steps": 60}, None),
         ({"optim.schedule": "constant", "optim.warmup_steps": 100}, None),
         ({"optim.schedule": "inverse-square-root", "optim.min_lr": 1e-5, "optim.warmup_steps": 10}, None),

@@ -25,7 +25,7 @@ def test_what_may_be_left_out_may_be_null():
         {"maximum": 2**31 - 1, "minimum": 1, "type": "integer"},
         NULL,
     ]
-    assert groups["TransformerConfig"]["required"] == []  # the preset may give them
+    assert groups["TransformerConfig"]["required"] == []  # the preset may provide them
     assert groups["TransformerConfig"]["properties"]["rope"]["anyOf"] == [{"$ref": "#/$defs/RopeConfig"}, NULL]
     assert groups["RopeConfig"]["properties"]["base"]["anyOf"][-1] == NULL
     assert sorted(groups["TrainConfig"]["required"]) == ["micro_batch_size", "steps"]

@@ -44,9 +44,9 @@ def test_every_rule_is_on_the_page():
 def test_a_run_has_few_groups_of_few_fields_with_one_name_each():
     top = [name for name in GROUPS if "." not in name]
     assert top == ["model", "data", "train", "optim", "parallel", "precision", "checkpoint"]
-    # a group inside another counts by itself
+    # a nested group is counted separately
     sizes = {name: len(group.model_fields.keys() - group.nested_groups.keys()) for name, group in GROUPS.items()}
-    assert sizes.pop("model") <= 19  # the vocabulary of shapes is the field's own
+    assert sizes.pop("model") <= 19  # names of model shapes are common in the field
     assert max(sizes.values()) <= 17
     leaves = [name.rpartition(".")[2] for name in FIELDS]
     # these are clear next to their group's name

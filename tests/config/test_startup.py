@@ -12,7 +12,7 @@ before = set(sys.modules)
 import megalith.config
 print(json.dumps([sorted(set(sys.modules) - before), [path for path in opened if path.endswith(".yaml")]]))
 """
-# packages that settings use, and what those import
+# packages that settings use, and their own imports
 PACKAGES = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "yaml"}
 
 

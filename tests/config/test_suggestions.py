@@ -189,7 +189,7 @@ def test_a_run_of_many_ranks_is_mended_by_a_few_hundred_tries(monkeypatch):
     monkeypatch.setattr(suggestions, "_examine", examine)
     tree = plain_tree(applied(VALID, {"parallel.tensor": 48, "train.global_batch_size": 7, "optim.warmup_steps": 500}))
     assert len(violations(tree, world_size=131_072)) >= 3
-    assert len(examined) < 500  # found with 276; a world of this size has thousands of layouts
+    assert len(examined) < 500  # found with 276; this world size has thousands of layouts
 
 
 def _readable(text: str) -> bool:

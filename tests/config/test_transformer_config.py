@@ -18,7 +18,7 @@ def test_sizes_are_worked_out_as_llamas():
 def test_fields_override_their_preset():
     model = TransformerConfig(preset="gpt2-124m", num_layers=2, position_embedding_type="rope")
     assert (model.num_layers, model.hidden_size, model.max_position_embeddings) == (2, 768, None)
-    # a size that follows another is worked out from the one that stands
+    # a derived size follows the override, not the preset
     assert TransformerConfig(preset="gpt2-124m", hidden_size=96).ffn_hidden_size == 384
 
 

@@ -98,7 +98,7 @@ def test_what_is_no_yaml_is_refused_with_its_line(text, message):
 
 
 def billion_laughs(num_lines: int) -> str:
-    """Each line stands for ten of the line before: 12 lines for 10**12 values."""
+    """Each line expands to ten of the previous one: 12 lines for 10**12 values."""
     lines = ["l0: &l0 [lol]"]
     lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, num_lines)]
     return "\n".join(lines)
