@@ -118,7 +118,7 @@ def test_what_begins_and_ends_a_text_is_pickled_and_asks_for_rows():
 
 
 def bos_tokenizer(path):
-    """Bytes, and <s> before every text; its id is that of some byte."""
+    """Bytes, with <s> before every text; its id is that of some byte."""
     made = json.loads(train_byte_level_bpe(["x"], 257)._content)
     made["post_processor"] = json.loads(BOS.__getstate__())
     made["post_processor"]["special_tokens"]["<s>"]["ids"] = [7]

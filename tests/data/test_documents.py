@@ -31,7 +31,7 @@ def source(path, content: bytes):
 
 
 def texts(found, start=0, stop=None, key="text"):
-    """The documents of a range, each whole."""
+    """The documents of a range, each unsplit."""
     whole: dict[int, str] = {}
     for piece in read_pieces(found, key, start, stop):
         whole[piece.document] = whole.get(piece.document, "") + piece.text
@@ -139,7 +139,7 @@ def test_a_gzip_file_cut_short_is_refused_by_name(tmp_path):
 
 @pytest.fixture
 def table(tmp_path):
-    """Six rows in groups of two, the third row long."""
+    """Six rows in groups of two, with a long third row."""
     rows = {"text": ["zero", "one", "two" * 50, "", "four", "five"], "nulls": ["x", None] * 3, "n": range(6)}
     parquet.write_table(pa.table({key: list(column) for key, column in rows.items()}), tmp_path / "a.parquet", 2)
     (found,) = find_sources([tmp_path / "a.parquet"]).files

@@ -37,7 +37,7 @@ def reordered(found, tokens, index, seed=0):
 
 
 def parts_of(tokenizer, ids):
-    """Prefix, middle and suffix of a document in the order PSM."""
+    """Prefix, middle and suffix of a document in PSM order."""
     prefix, middle, suffix = (tokenizer.token_id(name) for name in SPECIAL_TOKENS["fim"])
     assert ids[0] == prefix
     at, last = ids.index(suffix), ids.index(middle)
@@ -45,7 +45,7 @@ def parts_of(tokenizer, ids):
 
 
 class Scripted(Draws):
-    """Draws with given values."""
+    """A generator that draws the given values."""
 
     def __init__(self, *found):
         self._found = list(found)
@@ -121,7 +121,7 @@ def test_cuts_are_uniform_over_the_characters(tokenizer):
 
 
 def written(prefix, documents, tokenizer, in_one=False):
-    """``in_one``: to the file they are one document, which has the token that ends one inside."""
+    """``in_one``: the file has them as one document, which contains end-of-document tokens."""
     rows = [[*tokenizer.encode(document), tokenizer.eod] for document in documents]
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for row in [list(itertools.chain(*rows))] if in_one else rows:

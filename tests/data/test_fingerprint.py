@@ -55,7 +55,7 @@ def test_other_documents_have_another_name(tmp_path, documents):
 
 
 class Counted:
-    """So many tokens, without their bytes; counts what is read."""
+    """A given number of tokens without their bytes; counts what is read."""
 
     def __init__(self, num_tokens: int, changed_at: int = -1) -> None:
         self.num_tokens, self.changed_at, self.reads = num_tokens, changed_at, []

@@ -28,13 +28,13 @@ def write(prefix, documents, **origin):
 
 
 def numbered(prefix, lengths):
-    """Documents of the given lengths whose tokens are 0, 1, 2, ... through the file: a token tells its place."""
+    """Documents of the given lengths whose tokens are 0, 1, 2, ... through the file: a token is its own position."""
     ends = np.cumsum(lengths)
     return write(prefix, [np.arange(end - length, end) for length, end in zip(lengths, ends, strict=True)])
 
 
 def stream(lengths, seed, num_epochs):
-    """The endless stream written out: whole documents, epoch after epoch, in the orders of the keyed permutation."""
+    """The endless stream spelled out: whole documents, epoch after epoch, in the orders of the keyed permutation."""
     starts = np.cumsum([0, *lengths])
     orders = [
         KeyedPermutation(len(lengths), seed, f"documents-{e}")(np.arange(len(lengths))) for e in range(num_epochs)
@@ -69,7 +69,7 @@ def test_in_an_epoch_every_token_is_read_once_and_predicted_once(tmp_path):
         read = Counter(np.concatenate([sample.tokens for sample in samples]).tolist())
         predicted = Counter(np.concatenate([sample.labels for sample in samples]).tolist())
         assert read == dict.fromkeys(range(40), num_epochs)
-        # the stream begins unpredicted, and the last window predicts how the next epoch begins
+        # nothing predicts the first token of the stream, and the last window predicts the first of the next epoch
         assert (read - predicted).total() == (predicted - read).total() <= 1
         assert predicted.total() == 40 * num_epochs
 
@@ -111,11 +111,11 @@ def test_ten_billion_tokens_are_reached_at_once(tmp_path):
     cost = effort(lambda: found.append(dataset[10**8]))  # in epoch 40
     assert found[0].tokens.sum() == 0
     assert cost.lines < 2000  # nothing is traversed: an epoch has 2.4 million windows
-    assert cost.peak_bytes < 1e6  # of which a sample is 86 thousand
+    assert cost.peak_bytes < 1e6  # a sample takes 86 thousand
 
 
 def test_documents_are_numbered_and_end_where_the_file_or_an_eod_ends_them(tmp_path):
-    # one document by the file, three by the tokens
+    # one document in the file, three by the tokens
     prefix = write(tmp_path / "x", [[1, 2, EOD, 3, EOD, EOD, 4, 5]], eod=EOD)
     sample = EvaluationDataset(prefix, 7, mask_eod=True)[0]
     assert sample.tokens.tolist() == [1, 2, 0, 3, 0, 0, 4]

@@ -33,7 +33,7 @@ DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uin
 
 @pytest.fixture
 def prefix(tmp_path):
-    """The dataset above, without a sidecar, as Megatron would leave it; its name holds a dot."""
+    """The dataset above, without a sidecar, as Megatron would leave it; its name contains a dot."""
     (tmp_path / "corpus.v1.idx").write_bytes(INDEX)
     (tmp_path / "corpus.v1.bin").write_bytes(TOKENS)
     return tmp_path / "corpus.v1"
@@ -83,7 +83,7 @@ def test_a_thousand_sequences_come_back_in_every_type(dtype, tmp_path):
     assert dataset.dtype == dtype
     assert all(np.array_equal(dataset.get(i), sequence) for i, sequence in enumerate(sequences))
     assert dataset.document_indices.tolist() == [0, *np.cumsum([len(document) for document in documents])]
-    # an independent reading of the header
+    # parses the header independently
     magic, version, code, num_sequences, num_indices = struct.unpack("<9sQBQQ", (tmp_path / "x.idx").read_bytes()[:34])
     assert (magic, version, num_sequences, num_indices) == (b"MMIDIDX\0\0", 1, 1000, len(documents) + 1)
     assert code == DTYPES.index(dtype) + 1

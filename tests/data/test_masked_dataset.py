@@ -83,11 +83,11 @@ def test_samples_are_packed_as_sentence_by_sentence(monkeypatch):
 
 
 def written(prefix, room):
-    """The text of each document, a character a token, and where its sentences begin and end, cut at ``room``."""
+    """The text of each document, one character per token, and where its sentences begin and end, split at ``room``."""
     data = IndexedDataset(prefix)
     bounds = data.sequence_starts().tolist()
     for first, end in zip(data.document_indices[:-1], data.document_indices[1:], strict=True):
-        start, last = bounds[first], bounds[end] - 1  # of a document that is not empty the last token is eod
+        start, last = bounds[first], bounds[end] - 1  # the last token of a non-empty document is eod
         breaks = {*bounds[first:end], last}
         for one, other in pairwise(sorted(breaks)):
             breaks.update(range(one, other, room))
@@ -103,7 +103,7 @@ def places(text, piece):
 
 
 def follow(text, breaks, first, second, are_whole):
-    """Whether ``second`` comes after ``first`` in other sentences; of whole ones, right after it."""
+    """Whether ``second`` comes after ``first``, in different sentences; if sentences are whole, directly after it."""
     for start, after in product(places(text, first), places(text, second)):
         end = start + len(first)
         if are_whole and end == after and {start, end, after + len(second)} <= breaks:
@@ -113,7 +113,7 @@ def follow(text, breaks, first, second, are_whole):
     return False
 
 
-# rows that every sentence fits in, and rows for which long ones are cut
+# rows that every sentence fits in, and rows for which long ones are split
 ROWS = pytest.mark.parametrize(("S", "long_sentences"), [(S, "refuse"), (12, "cut")])
 
 
@@ -127,7 +127,7 @@ def test_the_segments_of_a_bert_sample_stand_in_a_document_in_the_order_it_tells
         sample = dataset[index]
         row = np.where(sample.loss_mask, sample.labels, sample.tokens)[1 : sample.num_tokens]
         *segments, nothing = as_text(row).split(separator)
-        assert nothing == ""  # behind the last separator
+        assert nothing == ""  # after the last separator
         first, second = segments[::-1] if sample.is_swapped else segments
         assert any(follow(*document, first, second, not sample.is_truncated) for document in documents), f"of {index}"
         seen.add((sample.is_swapped, sample.is_truncated))
@@ -218,7 +218,7 @@ def test_t5_samples_give_the_text_back(prefix, tokenizer):
 
 def test_a_sample_is_filled_with_what_its_decoder_learns():
     special = T5Tokens(0, 1, np.array([90, 91, 92]))
-    tokens = np.array([5, 90, 6, 7, 91, 1, 0, 0])  # of 5 10 11 6 7 12, the end, padding
+    tokens = np.array([5, 90, 6, 7, 91, 1, 0, 0])  # 5 10 11 6 7 12, the end, padding
     labels = np.array([90, 10, 11, 91, 12, 1, 0])
     text, is_missing = fill_spans(T5Sample(tokens, np.roll(labels, 1), labels, labels > 0, 6, 6, False), special)
     assert text.tolist() == [5, 10, 11, 6, 7, 12, 1]
@@ -226,7 +226,7 @@ def test_a_sample_is_filled_with_what_its_decoder_learns():
 
 
 def t5_samples(prefix, tokenizer, num_sentinels, T, monkeypatch):
-    """200 samples of a tokenizer with so many sentinels, for a decoder of T tokens."""
+    """200 samples of a tokenizer with this many sentinels, for a decoder of T tokens."""
     few = replace(t5_tokens(tokenizer), sentinels=t5_tokens(tokenizer).sentinels[:num_sentinels])
     monkeypatch.setattr(t5_dataset, "t5_tokens", lambda _: few)
     dataset = T5Dataset(prefix, tokenizer, S, T, 3, MaskingConfig(max_ngram=2))

@@ -29,7 +29,7 @@ def small_parts(monkeypatch):
 
 @pytest.fixture
 def sources(tmp_path):
-    """One of each kind, in the order of the documents ``[LONG, *SHORT, LONG, *SHORT, "small"]``."""
+    """One source of each kind, in the order of the documents ``[LONG, *SHORT, LONG, *SHORT, "small"]``."""
     (tmp_path / "long.txt").write_text(LONG)
     (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SHORT))
     (tmp_path / "long.txt.gz").write_bytes(gzip.compress(LONG.encode()))
@@ -41,7 +41,7 @@ def sources(tmp_path):
 
 
 def encode(sources, folder, valid_fraction=0.0, splits=("train",)):
-    """What each split holds in the end: documents as text, ends of documents as #."""
+    """The final content of each split: documents as text, ends of documents as #."""
     folder.mkdir(exist_ok=True)
     tokenizer = train_byte_level_bpe([LONG], 270)
     tokenizer.save(folder / "tokenizer.json")

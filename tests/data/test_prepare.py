@@ -29,7 +29,7 @@ def small_parts(monkeypatch):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """About 0.8 MB, 5 parts: a .jsonl of 300 documents, one long text, a folder of three files."""
+    """About 0.8 MB in 5 parts: a .jsonl of 300 documents, one long text, a folder of three files."""
     folder = tmp_path_factory.mktemp("corpus")
     chance = random.Random(0)
     words = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 7))) for _ in range(500)]
@@ -54,7 +54,7 @@ def inputs(corpus):
 
 @pytest.fixture(scope="module")
 def expected(inputs, tmp_path_factory):
-    """The digests of a job that one process did without interruption."""
+    """The digests after one process did the job without interruption."""
     folder = tmp_path_factory.mktemp("expected")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "_LEAST_BYTES", 4 * documents.BLOCK_BYTES)
@@ -63,7 +63,7 @@ def expected(inputs, tmp_path_factory):
 
 
 def digests(folder):
-    """Name and digest of every file; hidden ones too."""
+    """Name and digest of every file, including hidden ones."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -207,7 +207,7 @@ def test_the_identical_job_does_nothing_and_another_is_refused(inputs, expected,
 
 @pytest.fixture
 def small(tmp_path):
-    """Twenty short files in a folder of their own."""
+    """Twenty short files in a separate folder."""
     folder = tmp_path / "small"
     folder.mkdir()
     for n in range(20):
@@ -368,7 +368,7 @@ print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path):
-    # one document; encoding 1 MB at once takes 250 MB, as 250 bytes are needed for a byte
+    # one document; encoding 1 MB at once takes 250 MB, 250 bytes per byte
     peaks = []
     for num_lines in (20_000, 200_000):
         path = tmp_path / f"{num_lines}.txt"

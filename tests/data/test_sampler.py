@@ -31,7 +31,7 @@ def test_a_step_is_the_next_samples_in_order_in_any_layout(consumed, micro_batch
 
 
 def test_a_run_resumed_in_another_layout_goes_on_where_it_was():
-    layouts = [(1, 2), (2, 1), (4, 2), (1, 8), (2, 4), (8, 1)]  # of (ranks, micro-batch), a new one each step
+    layouts = [(1, 2), (2, 1), (4, 2), (1, 8), (2, 4), (8, 1)]  # (ranks, micro-batch), a different one each step
     seen = [sample for n, (ranks, micro_batch) in enumerate(layouts) for sample in step(8 * n, 8, micro_batch, ranks)]
     assert seen == list(range(48))
 

@@ -11,7 +11,7 @@ from megalith.errors import DataError
 
 @pytest.fixture
 def tree(tmp_path):
-    """A folder as source code lies on disk."""
+    """A folder laid out like source code."""
     files = {
         "src/b.py": b"b = 1\n",
         "src/a/z.py": "naïve = 1\n".encode(),
@@ -85,7 +85,7 @@ def test_records_count_the_files_of_each_input_and_set(tree, tmp_path):
         (".hidden", 1, 6),
     ]
     assert [tuple(record.model_dump().values()) for record in found.records(held_out=True)] == [("held.txt", 1, 4)]
-    # a share is held out of all of them
+    # a share of all of them is held out
     assert find_sources([tree]).records(held_out=True) == find_sources([tree]).records(held_out=False)
 
 

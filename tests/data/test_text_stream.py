@@ -12,7 +12,7 @@ BYTE_LEVEL = train_byte_level_bpe(["the cat sat on the mat, über alles, 日本�
 
 
 def with_byte_fallback() -> Tokenizer:
-    """As Llama 2's: a space is ▁, what has no entry is spelled in bytes, and a text loses the space it begins with."""
+    """Like Llama 2's: a space is ▁, what has no entry is spelled in bytes, and a text loses its leading space."""
     words = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁cat", "a", "b"]
     content = {
         "version": "1.0", "truncation": None, "padding": None, "post_processor": None,
@@ -66,7 +66,7 @@ def test_a_space_at_the_front_and_characters_in_bytes_are_kept(length):
     tokenizer = with_byte_fallback()
     text = "日本語" * length + " the cat"
     ids = tokenizer.encode(text)
-    for cut in (3, 9 * length - 3, 9 * length, 9 * length + 1):  # after a character each
+    for cut in (3, 9 * length - 3, 9 * length, 9 * length + 1):  # each just after a character
         before, after = ids[:cut], ids[cut:]
         pieces = streamed(tokenizer, before, after)
         assert tokenizer.decode(before) + "".join(pieces) == text

@@ -24,7 +24,7 @@ def tokenizer():
 
 
 def word_tokenizer(**special: int) -> tokenizers.Tokenizer:
-    """Words a to d, as somebody else's file: it cuts at 2 tokens, pads, and frames text in special tokens."""
+    """Words a to d, in a foreign file: it truncates at 2 tokens, pads, and adds special tokens around text."""
     made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "d": 3} | special, unk_token="a"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.add_special_tokens([AddedToken(name, special=True) for name in special])
@@ -34,7 +34,7 @@ def word_tokenizer(**special: int) -> tokenizers.Tokenizer:
 
 
 def test_merges_are_those_that_the_algorithm_gives_by_hand():
-    # "ababab" and "abc": ab 4 times, then ab+ab (2, as words are), then abab+ab (1), then ab+c (1)
+    # "ababab" and "abc": ab 4 times, then ab+ab (2, with overlap), then abab+ab (1), then ab+c (1)
     trained = train_byte_level_bpe(["ababab abc"], 259)
     merges = json.loads(trained._content)["model"]["merges"]
     assert merges == [["a", "b"], ["ab", "ab"]]

@@ -10,7 +10,7 @@ BERT, T5 = WordMasking(0.15, 3, False, True), WordMasking(0.15, 10, True, True)
 
 
 def spans_of(masking, T, index, **how):
-    """Of ``T`` tokens, each a word."""
+    """The spans for ``T`` tokens, each of them a word."""
     every = np.ones(T, np.bool_)
     return masking.spans(every, every, T, Draws(1, "m", index), **how)
 
@@ -42,7 +42,7 @@ def test_of_words_of_a_token_each_the_whole_share_is_masked_anywhere(masking, T)
         for first, end in spans:
             counts[first:end] += 1
     thirds = [part.mean() / counts.mean() for part in np.array_split(counts, 3)]
-    assert thirds == pytest.approx([1.0] * 3, abs=0.15)  # the ends are in fewer runs
+    assert thirds == pytest.approx([1.0] * 3, abs=0.15)  # fewer runs contain the ends
 
 
 @pytest.mark.parametrize(("max_ngram", "geometric"), [(3, False), (10, True)], ids=["bert", "t5"])
@@ -58,7 +58,7 @@ def test_runs_of_words_have_the_lengths_of_the_distribution(max_ngram, geometric
 
 @pytest.mark.parametrize("masking", [BERT, T5], ids=["bert", "t5"])
 def test_the_first_run_of_a_long_sample_is_as_long_as_its_word_has_drawn(masking):
-    # one span alone meets no other, and the share of 4,000 tokens cuts none
+    # a single span touches no other, and the share of 4,000 tokens truncates none
     lengths = np.array([end - first for i in range(2000) for first, end in first_run(masking, 4000, i)])
     wanted = ngram_distribution(masking.max_ngram, masking.geometric)
     assert_distributed(lengths, wanted)

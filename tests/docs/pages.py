@@ -14,5 +14,5 @@ def page(name: str) -> str:
 
 
 def python_blocks(name: str) -> list[str]:
-    """The Python of docs/``name``, block after block."""
+    """The Python blocks of docs/``name``, in order."""
     return re.findall(r"^```python\n(.*?)^```", page(name), re.DOTALL | re.MULTILINE)

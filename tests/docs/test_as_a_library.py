@@ -28,14 +28,14 @@ STEPS = 6
 
 @dataclass
 class Trained:
-    """What a script has printed and made: the loss of each step, and its tensors, whole."""
+    """What a script has printed and computed: the loss of each step, and its unsharded tensors."""
 
     losses: list[float]
     weights: dict[str, Tensor]
 
 
 def run(source: str, folder: Path) -> dict[str, Any]:
-    """Executes ``source`` in ``folder`` as a file of its own, and gives its names and, as "printed", its output."""
+    """Executes ``source`` as a file in ``folder``; returns its names and, as "printed", its output."""
     names: dict[str, Any] = {"__name__": "__main__"}
     output = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(output):
@@ -44,7 +44,7 @@ def run(source: str, folder: Path) -> dict[str, Any]:
 
 
 def trained(source: str, folder: Path) -> Trained:
-    """What a script for several ranks does on this one."""
+    """The result of a multi-rank script on this rank."""
     names = run(source, folder)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", names["printed"])]
     weights = {name: _whole(parameter) for name, parameter in names["model"].named_parameters()}
@@ -56,7 +56,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def changed(source: str, *changes: tuple[str, str]) -> str:
-    """``source`` with each text replaced, which must be there once."""
+    """``source`` with each text replaced; each must occur exactly once."""
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
@@ -64,7 +64,7 @@ def changed(source: str, *changes: tuple[str, str]) -> str:
 
 
 def script(*, steps: int = STEPS, resumes: bool = False, alone: bool = False) -> str:
-    """The script of the page in float64, with all digits of its losses."""
+    """The page's script in float64, with all digits of its losses."""
     source = changed(SCRIPT, ("torch.float32, 20,", f"torch.float64, {steps},"), (":.6f}", ":.17g}"))
     if alone:
         source = changed(source, ("RankGrid(4, tensor=2)", "RankGrid(1)"))

@@ -24,7 +24,7 @@ MODULES = [
 
 
 def resolve(name: str) -> object:
-    """The module, or what a module has, under a dotted ``name``."""
+    """The module or attribute with the dotted ``name``."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:

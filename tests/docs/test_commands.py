@@ -46,7 +46,7 @@ ELSEWHERE = {
 
 
 def commands() -> dict[str, str]:
-    """Each command, without its comment, and the page that shows it, in the order of the pages."""
+    """Each command, without its comment, and the page that shows it, in page order."""
     found: dict[str, str] = {}
     for page in PAGES:
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S):
@@ -57,7 +57,7 @@ def commands() -> dict[str, str]:
 
 
 def write_texts(folder: Path) -> None:
-    """The files that the commands name."""
+    """Writes the files that the commands name."""
     for place in ("my_texts", "notes"):
         (folder / place).mkdir()
         for number in range(60):

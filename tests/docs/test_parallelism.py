@@ -17,7 +17,7 @@ PAGE = page("parallelism.md")
 COSTS = re.findall(r"^\| (.*?) ?\| (\w+) \| `(.+?)` \| `(.+?)` \| .* \|$", PAGE, re.MULTILINE)
 MODEL = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 8, "num_query_groups": 4, "ffn_hidden_size": 96}
 MODEL |= {"kv_channels": 16, "vocab_size": 128}
-# the setting of a row of the table -> one that has it, its number of ranks and the rank that is meant
+# the setting in a row of the table -> settings that have it, their number of ranks and the rank described
 SETTINGS: dict[str, tuple[dict[str, Any], int, int]] = {
     "`tensor`": ({"tensor": 2}, 2, 0),
     "`tensor`, `sequence`": ({"tensor": 4, "sequence": True}, 4, 1),
@@ -31,7 +31,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], int, int]] = {
 
 
 def rows() -> dict[str, Counter[tuple[str, str, str]]]:
-    """For each setting its rows of the table: (collective, how many, bytes of each)."""
+    """For each setting, its rows of the table: (collective, how many, bytes of each)."""
     found: dict[str, Counter[tuple[str, str, str]]] = {}
     for setting, *row in COSTS:
         name = setting or name  # noqa: F821
@@ -40,7 +40,7 @@ def rows() -> dict[str, Counter[tuple[str, str, str]]]:
 
 
 def value(formula: str, letters: dict[str, int]) -> int:
-    """``2 m (W - 1)`` for m=3 and W=2: 6; products are written without a sign."""
+    """``2 m (W - 1)`` for m=3 and W=2 is 6; products are written without an operator."""
     return int(eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula).replace("/", "//"), dict(letters)))
 
 
