@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 )
 def test_containers_that_a_whole_call_is_given_fall_back_to_python(packed):
     whole = called_whole(lambda parts, *, more: len(parts) + more)
-    same = torch.ones(3)  # one object in both recordings, and not after them
+    same = torch.ones(3)  # the same object in both recordings, and not after them
     inputs = [[same], [same], [torch.full((3,), 5.0)], [same]]
     found, num_runs = called(lambda x: whole(packed(x), more=x), inputs)
     assert (num_runs, found[2].tolist()) == (4, [5.0 + len(packed(same))] * 3)

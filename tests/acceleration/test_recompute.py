@@ -39,7 +39,7 @@ def test_without_gradients_it_runs_once():
 
 
 class Counted(nn.Module):
-    """tanh(x W) / 2, which counts its forwards."""
+    """tanh(x W) / 2, counting its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_torchs_generator_is_left_alone():
 
 
 class Chain(nn.Module):
-    """tanh, its sine, and three readers of that: one of a view, one of another dtype, one by two steps."""
+    """tanh, its sine, and three readers of the sine: through a view, in another dtype, and in two steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Chain(nn.Module):
 
 
 def chains() -> tuple[Chain, Chain, Tensor]:
-    """One that discards its outputs, one that does not, and their input."""
+    """One module that discards its outputs, one that does not, and their input."""
     discarding = Chain()
     discard_outputs_(discarding, [discarding.first, discarding.second])
     return discarding, Chain(), torch.linspace(-1.0, 1.0, 20, dtype=torch.float64).view(5, 4).requires_grad_()
@@ -120,7 +120,7 @@ def test_a_discarded_output_is_computed_again_once_in_each_backward_and_changes_
     y, want = discarding(x), plain(x)
     assert torch.equal(y, want)
     (expected,) = torch.autograd.grad(want, x)
-    # tanh reads its own output, which the next step reads too
+    # tanh's backward reads its own output, which the next step reads too
     for repetition in (1, 2):
         (dx,) = torch.autograd.grad(y, x, retain_graph=True)
         assert torch.equal(dx, expected)

@@ -12,7 +12,7 @@ from megalith.acceleration.replay import Replayed
 
 
 def called(function: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], int]:
-    """What a ``Replayed`` gives for each of ``inputs``, and how often Python ran."""
+    """The results of a ``Replayed`` for each of ``inputs``, and how often Python ran."""
     runs: list[int] = []
 
     def counted(*given: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def lists(x: Tensor) -> Tensor:
 
 
 def fixed_shape(found: Tensor) -> Tensor:
-    """Calls that are the same for any number of elements."""
+    """Operations that are the same for any number of elements."""
     return found.float().sum() * torch.ones(3)
 
 
@@ -256,7 +256,7 @@ def test_inputs_on_another_device_fall_back_to_python():
 def test_under_another_autocast_or_default_dtype_python_is_called():
     runs: list[int] = []
     replayed = Replayed(lambda x: runs.append(1) or torch.mm(x, x).float() * torch.full((1,), 2.0).to(x.dtype))
-    x = torch.full((1, 1), 1.001)  # of which bfloat16 keeps 1.0
+    x = torch.full((1, 1), 1.001)  # bfloat16 rounds it to 1.0
     before = torch.get_default_dtype()
     try:
         for dtype, autocast, want in [(before, False, 1.002001)] * 3 + [

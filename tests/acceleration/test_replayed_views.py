@@ -25,11 +25,11 @@ class Counting(TorchFunctionMode):
 
 
 def views_twice(x: Tensor) -> Tensor:
-    x.new_empty(3).view(1, 3)  # for nobody
+    x.new_empty(3).view(1, 3)  # unused
     first, _ = x[:, 1:].chunk(2, dim=-1)
     before = first.clone()
     again, other = x[:, 1:].chunk(2, dim=-1)
-    again.unsqueeze(0).mul_(other)  # of the same memory as the first
+    again.unsqueeze(0).mul_(other)  # shares memory with the first
     return torch.cat((before, first, again, other[:, 1:], x[:, 1:2]), dim=-1)
 
 
@@ -108,7 +108,7 @@ def views_by_keyword(x: Tensor) -> Tensor:
 
 @called_whole
 def expand(x: Tensor) -> Tensor:
-    """Has the name of a view, but is not one."""
+    """Has the name of a view operation, but is not one."""
     return x + 0.0
 
 

@@ -12,7 +12,7 @@ _WRITE_BACK = 3e-5  # seconds that a dirty cache adds to the next work
 
 
 class Played:
-    """The host's time, and when the device will have finished its queue."""
+    """A host clock, and the time at which the device will have finished its queue."""
 
     def __init__(self) -> None:
         self.now = self.done = 0.0

@@ -59,7 +59,7 @@ def test_ratios_are_formed_within_rounds_and_shares_count_the_floor():
 
 
 def test_a_contender_far_behind_runs_in_a_few_rounds_only(doubling, monkeypatch):
-    seconds = iter([1.0, 9.0, 1.0])  # of ours, the slow one, and eager, before the rounds
+    seconds = iter([1.0, 9.0, 1.0])  # ours, the slow one, and eager, before the rounds
     monkeypatch.setattr(Clock, "seconds", lambda *_: next(seconds, 1.0))
     monkeypatch.setattr(
         operation.Operation, "contenders", lambda *_: {"ours": doubled, "slow": doubled, operation.BASE: doubled}

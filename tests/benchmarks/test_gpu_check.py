@@ -25,7 +25,7 @@ def test_the_check_runs_at_tiny_sizes_and_keeps_every_line(monkeypatch, tmp_path
     monkeypatch.setattr(
         parts, "_command", lambda record, part, name, command, *_, **__: record.add(part, {"item": name})
     )
-    # time enough on any machine
+    # enough time on any machine
     monkeypatch.setattr("sys.argv", ["gpu_check", "--tiny", "--budget", "60000", "--out", str(tmp_path)])
     main()
     (file,) = tmp_path.glob("*.jsonl")

@@ -23,7 +23,7 @@ def test_ratios_are_formed_within_a_round_before_the_median():
 
 
 def test_the_part_of_a_rate_is_of_the_calibrations_around_each_round():
-    # 6 TFLOP in 2 s beside 2.0 and then 1.0 TFLOP/s: 3 of 1.5; in 4 s beside 2.0 twice: 1.5 of 2
+    # 6 TFLOP in 2 s, with 2.0 TFLOP/s before and 1.0 after: 3 of 1.5; in 4 s, with 2.0 before and after: 1.5 of 2
     rounds = [a_round(QUIET | {"bfloat16": 1.0}, ours=2.0), a_round(ours=4.0)]
     assert of_rate(rounds[:1], "ours", 6.0, "bfloat16") == pytest.approx(2.0)
     assert of_rate(rounds, "ours", 6.0, "bfloat16") == pytest.approx((2.0 + 0.75) / 2)

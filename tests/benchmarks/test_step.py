@@ -18,7 +18,7 @@ OURS, BASE = "Megalith, float32", "Hugging Face, bfloat16"
 
 
 class WorkerHere:
-    """A worker's commands in this process, which saves the imports of five processes."""
+    """Runs a worker's commands in this process, which saves the imports of five processes."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +47,7 @@ def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_ours_and_theirs_pass_the_gate_and_are_timed_in_turns():
     measurement = measure("step", "quick", 1, [OURS, BASE, "nobody"])
     assert measurement.entries[OURS].failure is None
-    assert measurement.entries[OURS].first.gradient_error < 1e-5  # the judge is Hugging Face's model, in float32
+    assert measurement.entries[OURS].first.gradient_error < 1e-5  # the reference is Hugging Face's model, in float32
     assert measurement.entries[BASE].failure is None
     assert measurement.entries["nobody"].failure == "KeyError: 'nobody'"
     assert all(one.seconds.keys() == {OURS, BASE} for one in measurement.rounds)

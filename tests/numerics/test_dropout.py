@@ -193,7 +193,7 @@ def test_a_key_of_masks_packed_in_an_int64_is_never_negative():
 
 
 def test_a_uniform_number_is_the_upper_24_bits_of_the_word_that_a_dropout_would_read():
-    feature, site = 10, 5  # of token 2^40 + 6
+    feature, site = 10, 5  # for token 2^40 + 6
     counter = (torch.tensor([word]) for word in (6, 2**8, feature // 4, site))
     word = philox4x32(*counter, *philox_key(1234, 7))[feature % 4].item()
     drawn = uniform(KEY, 16)

@@ -9,15 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalith.numerics import initialization
 from megalith.numerics.elementary import cos_sin_of_turn, log
 
-BITS = 24  # what initialization takes of a word
-EXACT = 2e-10  # fifty times finer than half a digit of float32, in which results are kept
+BITS = 24  # the bits of a word that initialization uses
+EXACT = 2e-10  # fifty times finer than half a unit in the last place of float32, in which results are stored
 # IEEE 754 fixes the result of each to the last bit; frexp, comparisons and copies do not round
 DEFINED = {"add", "sub", "mul", "div", "neg", "frexp", "to_copy", "full_like"}
 
 
 @pytest.fixture(scope="module")
 def numerators() -> torch.Tensor:
-    """Every one there is in steps of 61, and those at both ends and around each eighth of a turn."""
+    """Every 61st possible value, and those at both ends and around each eighth of a turn."""
     ends = [torch.arange(-4, 5) + eighth * 2 ** (BITS - 3) for eighth in range(9)]
     found = torch.cat([torch.arange(0, 2**BITS, 61), *ends])
     return found[(found >= 0) & (found < 2**BITS)]
@@ -39,7 +39,7 @@ def test_cos_and_sin_are_those_of_torch(numerators):
 
 
 class Recorded(TorchDispatchMode):
-    """Records the names of the operations inside it."""
+    """Records the names of the operations in the context."""
 
     def __init__(self):
         super().__init__()

@@ -23,7 +23,7 @@ def whole(*shape: int, **options) -> torch.Tensor:
 
 @st.composite
 def slices(draw) -> tuple[list[int], list[int], list[int]]:
-    """A shape of one to four dimensions, and the offset and size of a slice of it, empty ones too."""
+    """A shape of one to four dimensions, and the offset and size of a slice of it, possibly empty."""
     largest = draw(st.sampled_from([[300], [40, 40], [3, 300], [8, 12, 20], [4, 2, 6, 20]]))
     shape = [draw(st.integers(1, n)) for n in largest]
     offset = [draw(st.integers(0, n)) for n in shape]
@@ -60,7 +60,7 @@ def test_the_bits_are_the_same_on_every_processor_and_device(device):
 def test_values_are_those_of_the_box_muller_formula():
     got = whole(3, 6)
     for row in range(3):
-        for quad in range(2):  # 6 columns take two counters a row
+        for quad in range(2):  # 6 columns take two counters per row
             zero = torch.zeros(1, dtype=torch.int64)
             words = philox4x32(zero + row * 2 + quad, zero, zero, zero, *key_of(SEED, NAME))
             w = [word.item() >> 8 for word in words]
@@ -86,7 +86,7 @@ def test_the_largest_radius_word_gives_0_and_the_smallest_a_finite_number():
 
 def test_values_are_normal():
     x = whole(1000, 1000).double().flatten()
-    assert abs(x.mean()) < 4e-3  # four standard deviations of the mean of a million, and so below
+    assert abs(x.mean()) < 4e-3  # four standard deviations of the mean of a million; likewise below
     assert abs(x.var() - 1) < 4 * 2**0.5 * 1e-3
     assert abs((x**3).mean()) < 4 * 15**0.5 * 1e-3
     assert abs((x**4).mean() - 3) < 4 * 96**0.5 * 1e-3

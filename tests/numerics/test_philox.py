@@ -19,7 +19,7 @@ KNOWN_ANSWERS = [
 
 
 def philox_in_integers(counter: list[int], key: tuple[int, int]) -> list[int]:
-    """The same ten rounds in Python's integers, which neither wrap nor have a sign."""
+    """The same ten rounds in Python integers, which neither wrap around nor have a sign."""
     c, (k0, k1) = counter, key
     for _ in range(10):
         product0, product1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57

@@ -10,7 +10,7 @@ from megalith.observe import timers as timers_module
 from megalith.observe.compiler_wait import CompilerWait
 from megalith.observe.timers import Timers
 
-SECONDS = 3.0  # that a build takes
+SECONDS = 3.0  # duration of a build
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def now(monkeypatch):
 
 
 def built_in(clock):
-    """A function that torch.compile has not built yet, which takes ``SECONDS``."""
+    """A function that torch.compile has not built yet, whose build takes ``SECONDS``."""
 
     def backend(graph, _inputs):
         clock[0] += SECONDS
@@ -42,7 +42,7 @@ def test_builds_are_announced_once_counted_apart_from_open_spans_and_their_progr
     assert timers.totals() == {"compile": 3 * SECONDS, "forward": 6.0}
     [announced] = lines
     assert "for this machine, once" in announced
-    assert progress == ["compiling: 2 built in 6.0 s"]  # at 3, 7 and 11 s: none sooner than 5 s after the last
+    assert progress == ["compiling: 2 built in 6.0 s"]  # at 3, 7 and 11 s: none sooner than 5 s after the previous one
 
 
 def test_a_long_build_is_shown_while_it_goes_on(now, monkeypatch):

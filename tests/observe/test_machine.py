@@ -22,7 +22,7 @@ def test_versions_and_the_machine_are_those_at_hand():
 
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
-    """Where control groups are, with the file that says which this process is in."""
+    """The folder of control groups, including the file that says which of them this process is in."""
     monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
     return tmp_path / "cgroup"

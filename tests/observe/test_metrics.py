@@ -75,7 +75,7 @@ def test_a_last_line_torn_at_any_byte_is_healed(tmp_path):
     whole, last = b'{"step": 1, "loss": 2.5}\n', b'{"step": 2, "loss": 2.25}'
     for length in range(len(last) + 1):
         path.write_bytes(whole + last[:length])
-        survivors = [1, 2] if length == len(last) else [1]  # only the line feed is missing from a whole one
+        survivors = [1, 2] if length == len(last) else [1]  # a whole record, except for its line feed
         assert steps(tmp_path) == survivors
         write(tmp_path, {"step": 3}, resumed_step=2)
         assert steps(tmp_path) == [*survivors, 3]

@@ -22,7 +22,7 @@ def test_lines_are_shown_and_kept_with_the_warnings_between_them(tmp_path):
         show = run_log.kept(shown.append)
         show("started")
         logging.getLogger("megalith.data").warning("%d files are empty", 2)
-        show("step 1\ud800")  # not a character: a broken file name may contain it
+        show("step 1\ud800")  # not a character: an invalid file name may contain it
     logging.getLogger("megalith.data").warning("later")
     assert shown == ["started", "step 1\ud800"]
     assert kept(path) == ["started", "2 files are empty", "step 1\\ud800"]

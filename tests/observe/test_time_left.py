@@ -24,7 +24,7 @@ def test_what_comes_between_steps_counts_at_its_own_rate():
     left.add_step(1.0)
     left.add("evaluation", 10, 4.0)
     left.add("evaluation", 10, 6.0)
-    assert left.after(20) == 5 * 1.0 + 2 * 5.0  # at 20, not done yet, and at the end
+    assert left.after(20) == 5 * 1.0 + 2 * 5.0  # at 20, which is still to come, and at the end
     assert left.after(21) == 4 * 1.0 + 1 * 5.0
     assert left.after(25) == 5.0
     left.add("checkpoint", 5, 0.5)

@@ -93,7 +93,7 @@ def test_a_reset_begins_at_zero_and_keeps_the_start_of_an_open_span(clock):
 
 
 class LateDevice:
-    """A clock whose marks lie in a queue; the device passes them one second apart, when a test says so."""
+    """A clock whose marks are queued; the device passes them one second apart, when a test says so."""
 
     def __init__(self):
         self.marked = 0
@@ -189,7 +189,7 @@ def test_an_entry_takes_two_marks_and_finds_its_span():
     enter()
     assert device.marked == 2
     span = timers("a")
-    # a look-up, two marks, one pair kept: nothing that grows with spans or with entries
+    # a look-up, two marks, one stored pair: nothing that grows with the number of spans or entries
     want = ["__call__", "get", "__enter__", "mark", "__exit__", "mark", "append"]
     assert calls_of(enter) == want
     for _ in range(100):

@@ -89,12 +89,12 @@ def test_tensorboard_has_the_numbers_of_each_layer_of_experts_and_a_histogram_of
         [event] = events.Histograms(tag)
         assert event.step == 2
         bins[tag] = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
-    # by the right border of each bin: expert 0 is from 0 to 1
+    # by the right edge of each bin: expert 0 is in 0 to 1
     assert bins == {"experts/layer-1/load": {1.0: 2.0, 2.0: 0.0}, "experts/layer-3/load": {1.0: 0.5, 2.0: 1.5}}
 
 
 @pytest.mark.slow  # seconds to import and to start
-@pytest.mark.filterwarnings("ignore")  # of the package, to itself
+@pytest.mark.filterwarnings("ignore")  # emitted by the package about itself
 def test_mlflow_keeps_the_numbers_and_the_settings_in_the_runs_folder(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
@@ -121,7 +121,7 @@ def test_mlflow_keeps_the_numbers_and_the_settings_in_the_runs_folder(tmp_path, 
 
 
 @pytest.mark.slow  # seconds to import and to start
-@pytest.mark.filterwarnings("ignore")  # of the package, to itself
+@pytest.mark.filterwarnings("ignore")  # emitted by the package about itself
 def test_weights_and_biases_writes_an_offline_run_into_the_runs_folder(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "online")  # nothing is sent anywhere, whatever the environment says

@@ -22,7 +22,7 @@ def trace(scale: DynamicLossScale, pattern: str) -> list[float]:
         (2, "xxxx", [16, 8, 4, 2]),  # once spent, each overflow halves
         (2, "xx...xx", [16, 8, 8, 8, 16, 16, 8]),  # growth refills it
         (2, "x...x", [16, 16, 16, 32, 32]),
-        (1, "x..x...", [8, 8, 8, 4, 4, 4, 8]),  # a clean stretch begins anew
+        (1, "x..x...", [8, 8, 8, 4, 4, 4, 8]),  # the count of steps without overflow restarts
         (3, "xxx", [16, 16, 8]),
     ],
 )

@@ -50,7 +50,7 @@ def built_for(model: nn.Module) -> Optimizer:
 
 
 def settings_of(model: nn.Module, *overrides: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """For each parameter the settings of its group."""
+    """For each parameter, the settings of its group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = parameter_groups(model.named_parameters(), [ParamGroupOverride(**override) for override in overrides])
     settings = {}

@@ -53,14 +53,14 @@ def rates(s: OptimizerParamScheduler) -> list[tuple[float, float]]:
 
 
 def at(n: int, style: str, wsd_decay: str = "linear") -> float:
-    """The learning rate that a scheduler writes after n steps: peak 1, minimum 0.1, warm-up 10, end 110, WSD 40."""
+    """The learning rate that a scheduler sets after n steps: peak 1, minimum 0.1, warm-up 10, end 110, WSD 40."""
     s = scheduler(lr_decay_style=style, lr_wsd_decay_style=wsd_decay)
     s.step(n)
     assert s.lr == rates(s)[0][0]
     return s.lr
 
 
-# Numbers that Megatron's own scheduler gave.
+# values produced by Megatron's own scheduler
 @pytest.mark.parametrize(
     ("style", "values"),
     [
@@ -121,7 +121,7 @@ def test_an_inverse_square_root_without_an_end_never_jumps():
     schedule = LearningRateSchedule(1.0, 0.1, warmup_steps=10, style="inverse-square-root")
     curve = [lr(n, schedule) for n in range(10, 2000)]
     assert max(a - b for a, b in pairwise(curve)) < 0.05
-    assert curve[-1] == 0.1  # sqrt(10 / 1999) is under it
+    assert curve[-1] == 0.1  # sqrt(10 / 1999) is below it
 
 
 @given(
@@ -217,7 +217,7 @@ def test_a_loaded_scheduler_goes_on_as_if_it_had_not_stopped(style, policy):
     whole.step(50), first.step(50)
     second = scheduler({}, lr_decay_style=style, **policy)
     state = first.state_dict()
-    for _ in range(2):  # loading sets the position, it does not add to it
+    for _ in range(2):  # loading sets the position instead of adding to it
         second.load_state_dict(state)
         assert (second.num_steps, rates(second)) == (50, rates(whole))
     whole.step(37), second.step(37)

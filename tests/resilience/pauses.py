@@ -20,7 +20,7 @@ PLACES = {
 
 
 def lines(place: str, nth: int, folder: Path, rank: int | None = None) -> list[str]:
-    """Python that makes every rank, or one, wait at the ``nth`` call of ``place``, for ``Program(first=...)``."""
+    """Python code that makes every rank, or one, wait at the ``nth`` call of ``place``, for ``Program(first=...)``."""
     return ["from tests.resilience.pauses import pause", f"pause({place!r}, {nth}, {str(folder)!r}, {rank})"]
 
 
@@ -46,14 +46,14 @@ def pause(place: str, nth: int, folder: str, rank: int | None) -> None:
 
 
 class Pause:
-    """The test's side: who waits in ``folder``."""
+    """The test's side of a pause: finds and releases the ranks that wait in ``folder``."""
 
     def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
         self.folder = folder
         self.ranks = ranks
 
     def pids(self, timeout: float = 60) -> list[int]:
-        """The processes of the ranks, in their order, as soon as all of them wait."""
+        """The processes of the ranks, in rank order, as soon as all of them wait."""
         deadline = time.monotonic() + timeout
         files = [self.folder / f"rank-{rank}" for rank in self.ranks]
         while not all(file.exists() and file.read_text() for file in files):
@@ -62,5 +62,5 @@ class Pause:
         return [int(file.read_text()) for file in files]
 
     def end(self) -> None:
-        """Lets all go on."""
+        """Lets all ranks continue."""
         (self.folder / "go").touch()

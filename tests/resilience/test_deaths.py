@@ -32,7 +32,7 @@ KILL, SEGV, TERM, INT, HUP, USR1 = (
     signal.SIGUSR1,
 )
 STEPS, EVERY = 6, 2
-# place -> which call of it, and the step that is saved when the run is asked to stop there
+# place -> which call of it, and the step that is saved if the run is asked to stop there
 CALLS = {"building": (1, 0), "reading data": (4, 3), "in a step": (4, 4), "evaluating": (2, 4), "saving": (2, 4)}
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "replicate": 2}}
 STOPPED, PARENT, ALL, GROUP, SERVER = 75, -1, -2, -3, -4
@@ -76,8 +76,8 @@ def loses(num_ranks: int, place: str, rank: int, number: signal.Signals = KILL) 
     return Case(num_ranks, place, rank, (number,), 1, rf"rank {rank} was killed by {number.name} \({number}\)")
 
 
-# each place and each end once, with ranks where they matter: a signal passed on to them, and one of them lost. The rest
-# of what may meet is slow; test_resume.py kills a program and goes on, test_terminal.py closes the terminal of ranks
+# each place and each way to end once, with ranks where they matter: a signal passed on to them, and one of them lost.
+# Other combinations are slow; test_resume.py kills a program and resumes, test_terminal.py closes the terminal of ranks
 SAMPLE = [
     stops(1, "building", PARENT, TERM),
     stops(1, "reading data", PARENT, TERM),
@@ -134,7 +134,7 @@ REST = [
 
 @functools.cache
 def undisturbed(num_ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Tensors and losses of the undisturbed run."""
+    """Tensors and losses of an uninterrupted run."""
     tree = tree_in(Path(mkdtemp(prefix="undisturbed-")), num_ranks)
     assert set(ranks(num_ranks, run_here, tree, num_ranks)) == {Outcome.DONE}
     return final_tensors(tree["run"]), losses(tree["run"])
@@ -152,7 +152,7 @@ def tree_in(folder: Path, num_ranks: int) -> dict[str, Any]:
 
 
 def processes_of(program: Program) -> list[int]:
-    """What of it still runs: itself, and what carries its mark in the environment."""
+    """The running processes of a program: itself, and those with its mark in their environment."""
     return [*processes_marked(program.mark), *([program.pid] if program.code is None else [])]
 
 
@@ -184,7 +184,7 @@ def where_it_goes_on(run: str) -> str:
 
 
 def wait_until_nothing_runs(program: Program, pids: list[int]) -> None:
-    """Returns when the program has ended and its ranks ``pids`` have, and whatever else it has started."""
+    """Returns once the program, its ranks ``pids``, and everything else that it started have ended."""
     deadline = time.monotonic() + 10
     while left := [*processes_of(program), *filter(runs, pids)]:
         assert time.monotonic() < deadline, left
@@ -256,7 +256,7 @@ def test_a_terminal_that_is_closed_ends_a_run_with_its_state_saved(tmp_path):
     with read_in_the_background(ours):  # otherwise the buffer fills up and the program waits
         pause.pids()
     os.close(theirs)
-    os.close(ours)  # the kernel sends SIGHUP, and refuses what is written from here on
+    os.close(ours)  # the kernel sends SIGHUP, and refuses further writes
     time.sleep(0.2)
     pause.end()
     assert program.ended().code == STOPPED

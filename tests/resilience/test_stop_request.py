@@ -13,12 +13,12 @@ NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 def request() -> StopRequest:
-    return StopRequest(str)  # takes a line and drops it
+    return StopRequest(str)  # accepts a line and drops it
 
 
 @pytest.fixture(autouse=True)
 def own_handlers():
-    """Handlers that a test leaves behind would stop the test run at the next signal."""
+    """Fails if a test leaves handlers behind, which would stop the test run at the next signal."""
     before = {number: signal.getsignal(number) for number in NUMBERS}
     yield
     after = {number: signal.getsignal(number) for number in NUMBERS}

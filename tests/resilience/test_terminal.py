@@ -30,7 +30,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def num_stopped(mark: str) -> int:
-    """How many of the marked processes a signal has stopped."""
+    """How many of the marked processes are stopped by a signal."""
     found = 0
     for pid in processes_marked(mark):
         with suppress(OSError):
@@ -58,7 +58,7 @@ def test_ctrl_z_suspends_all_ranks_and_a_closed_terminal_saves(tmp_path, mark):
     ours, theirs = os.openpty()
     path = os.ttyname(theirs)
     environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
-    # the first terminal that the leader of a session opens becomes the session's own
+    # the first terminal that a session leader opens becomes the session's controlling terminal
     become_shell = f"exec bash --norc --noprofile -i < {path} > {path} 2>&1"
     shell = subprocess.Popen(["bash", "-c", become_shell], start_new_session=True, env=environment)
     with read_in_the_background(ours):
