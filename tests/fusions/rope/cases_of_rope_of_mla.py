@@ -27,7 +27,7 @@ def tables(num_rows: int, half: int, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool = False) -> Tensor:
-    """Rotates ``x`` [..., A, R] of tokens [S] or [S, B]: pairs 2i and 2i + 1, written to i and i + R/2 or in place."""
+    """Rotates ``x`` [..., A, R] of tokens [S] or [S, B]: pairs 2i and 2i + 1, to i and i + R/2 or where they were."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
     shape = (len(x), *([1] * (x.dim() - 2)), cos.shape[-1])
