@@ -89,7 +89,8 @@ class PackedSeqParams:
         steps = documents[:, 1:] - documents[:, :-1]
         if (steps < 0).any():
             raise ShapeError(
-                "documents must not decrease along a row, because a document's tokens are contiguous; got one that does"
+                "documents must not decrease along a row, because a document's tokens are contiguous; in at least one "
+                "row they decrease"
             )
         begins = torch.ones_like(documents, dtype=torch.bool)  # each row starts a new document
         begins[:, 1:] = steps > 0

@@ -34,7 +34,7 @@ def test_thresholds_in_tokens_are_rounded_down_to_samples():
     [
         ("", None, "must begin at threshold 0"),
         ("5:16", None, "must begin at threshold 0"),
-        ("0:16 10:16 10:32", None, "must increase; got samples 10 and then 10"),
+        ("0:16 10:16 10:32", None, "must increase; got 10 and then 10"),
         ("0:16 10:16 5:32", None, "must increase"),
         ("0:16 10:32", 64, "must increase; got samples 0 and then 0"),
         ("0:0", None, "must be at least 1; got '0:0'"),

@@ -114,8 +114,8 @@ def refusals(folder):
         "b.tar.gz": r"packed as \.tar",
         "c.parquet.gz": r"parquet file inside gzip; decompress it",
         "shards": r"give the files themselves: .*shards/\*\.",
-        "pictures": r"pictures must contain UTF-8 text files; all of its 1 files are binary",
-        "nothing": r"nothing must contain UTF-8 text files",
+        "pictures": r"pictures must contain UTF-8 text files; it has none \(binary files: 1; hidden files",
+        "nothing": r"nothing must contain UTF-8 text files; it has none \(binary files: 0",
         "pipe": r"must be a regular file or a folder",
     }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megalith.errors import CheckpointError, MissingFileError
-from megalith.storage import MANIFEST, FileRecord, Store, manifest_of, open_store, read_manifest, record_of
+from megalith.storage import MANIFEST, WAY_OUT, FileRecord, Store, manifest_of, open_store, read_manifest, record_of
 from megalith.topology.agreement import agreed, all_gather, everywhere, rank, world_size
 
 __all__ = ["read_verified", "verify_checkpoint"]
@@ -64,7 +64,8 @@ def read_verified(store: Store, name: str) -> bytes:
         content = store.read(name)
         if wanted == record_of([content]):
             return content
-    raise CheckpointError(f"{store / name} is damaged: its content does not match {MANIFEST}")
+    problem = f"it is not listed in {MANIFEST}" if wanted is None else f"its content does not match {MANIFEST}"
+    raise CheckpointError(f"{store / name} is damaged: {problem}; {WAY_OUT}")
 
 
 @dataclass(frozen=True)

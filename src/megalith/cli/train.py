@@ -45,7 +45,7 @@ def _complete_override(incomplete: str) -> list[tuple[str, str]]:
 Source = Annotated[
     str | None,
     typer.Argument(
-        help="A recipe name, a YAML file, or the folder of a run to continue; if omitted, the recipes are listed.",
+        help="A recipe, a YAML file, or a run's folder, which train continues; if omitted, the recipes are listed.",
         metavar="RECIPE",
         autocompletion=_complete_source,
     ),

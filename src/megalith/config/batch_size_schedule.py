@@ -44,8 +44,9 @@ def parse_batch_size_schedule(text: str, *, seq_length: int | None = None) -> tu
         raise ConfigError(f"a batch size schedule must begin at threshold 0, such as '0:16 10K:32'; got {text!r}")
     for earlier, later in pairwise(stages):
         if later.first_sample <= earlier.first_sample:
+            unit = "" if seq_length is None else "samples "
             raise ConfigError(
-                f"thresholds of a batch size schedule must increase; got samples {earlier.first_sample} and then "
+                f"thresholds of a batch size schedule must increase; got {unit}{earlier.first_sample} and then "
                 f"{later.first_sample} in {text!r}"
             )
     return tuple(stages)

@@ -83,7 +83,7 @@ def written_companions(
 
     Args:
         kept: ``read_companions`` of the folder that the model comes from; their content is kept.
-        num_positions: the sequence length that the model was trained on.
+        num_positions: the rows of the model's learned position table, or else the length it was trained on, in tokens.
         special: text of the model's special tokens, by transformers' names.
         ids: token ids for generation_config.json; {} for a model that does not generate text.
     """
@@ -98,7 +98,7 @@ def written_companions(
     longest = given.get("model_max_length")
     if isinstance(longest, int | float) and longest < num_positions:
         log.info(
-            "the exported %s keeps model_max_length=%s, but the run's samples have %d tokens: transformers warns about "
+            "the exported %s keeps model_max_length=%s, but the model has %d positions: transformers warns about "
             "longer texts, and truncates them with truncation=True; increase it if the model should read them",
             _TOKENIZER,
             longest,

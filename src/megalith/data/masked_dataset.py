@@ -100,7 +100,7 @@ class MaskedDataset(ABC, Generic[Sample]):
         self.num_samples = len(self._packed)
         if not self.num_samples:
             raise DataError(
-                f"{self._data.prefix} must have documents of at least {min_sentences} sentences, each of at most "
+                f"{self._data.prefix} must have documents of {min_sentences} or more sentences, each of at most "
                 f"{room} tokens; it has none; prepare more text, or increase data.seq_length"
             )
 
@@ -189,7 +189,7 @@ def _sentences(dataset: IndexedDataset) -> tuple[Tokens, Tokens, Tokens]:
         raise DataError(
             f"{dataset.prefix} must be split into sentences; it has one sequence for each of its "
             f"{dataset.num_documents} documents; prepare the text again with: megalith data prepare FILES... --out "
-            "PREFIX --split-sentences"
+            "PREFIX --tokenizer PATH --split-sentences"
         )
     starts, ends = bounds[:-1], bounds[1:].copy()
     if dataset.sidecar is not None and dataset.sidecar.eod is not None:

@@ -22,7 +22,8 @@ def microbatch_sample_ids(
     together = micro_batch * dp_size
     if global_batch % together:
         raise ConfigError(
-            f"global batch ({global_batch}) must be divisible by micro-batch ({micro_batch}) x ranks ({dp_size})"
+            f"global batch ({global_batch}) must be divisible by micro-batch ({micro_batch}) x data-parallel ranks "
+            f"({dp_size})"
         )
     firsts = range(consumed + dp_rank * micro_batch, consumed + global_batch, together)
     return [range(first, first + micro_batch) for first in firsts]

@@ -108,7 +108,10 @@ def find_sources(
         candidates = [_source(file, path.parent, path, is_held_out) for file in _walk(path, leave_out)]
         texts = [source for source in candidates if _is_text(source.path)]
         if not texts:
-            raise DataError(f"{path} must contain UTF-8 text files; all of its {len(candidates)} files are binary")
+            raise DataError(
+                f"{path} must contain UTF-8 text files; it has none (binary files: {len(candidates)}; hidden files "
+                "are skipped)"
+            )
         found += texts
         num_skipped += len(candidates) - len(texts)
     seen: set[Path] = set()

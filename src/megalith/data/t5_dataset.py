@@ -154,7 +154,7 @@ class T5Dataset(MaskedDataset[T5Sample]):
         least = round((seq_length - 1) * masking.probability) + 2
         if decoder_seq_length < least:
             raise ConfigError(
-                f"the decoder length ({decoder_seq_length}) must be at least {least}, for the masked tokens of a "
+                f"data.decoder_seq_length ({decoder_seq_length}) must be at least {least}, for the masked tokens of a "
                 f"sample of {seq_length} tokens, a sentinel and the end token; use "
                 f"{decoder_length(seq_length, masking.probability)}, which is always enough"
             )

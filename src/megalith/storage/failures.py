@@ -10,14 +10,15 @@ from megalith.errors import MissingFileError, StorageError
 __all__ = ["explained"]
 
 _ROOM = "free up space there, or choose a folder on another disk"
-_RIGHTS = "choose a folder that this user can write to"
+_RIGHTS = "change the permissions, or choose a folder that this user can access"
+_WRITABLE = "choose a folder on a file system that can be written to"
 _WAYS_OUT = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EFBIG: "raise the file size limit (ulimit -f), or choose a folder on another disk",
     errno.EACCES: _RIGHTS,
     errno.EPERM: _RIGHTS,
-    errno.EROFS: _RIGHTS,
+    errno.EROFS: _WRITABLE,
     errno.ENOENT: "check the path; with several machines the folder must be on a file system that all of them share",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "check where the symbolic links point",

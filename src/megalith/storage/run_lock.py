@@ -65,7 +65,7 @@ class RunLock:
                 holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "a process that just started"
                 raise StorageError(
                     f"{run_folder} is in use by another run: {holder}; wait for it, stop it, "
-                    "or choose another folder for this run (run=...)"
+                    "or choose another folder (run=... or --out)"
                 ) from error
             except OSError as error:
                 if error.errno not in _NO_LOCKS:

@@ -160,7 +160,7 @@ def test_settings_of_another_kind_or_that_ranks_cannot_share_are_refused(tmp_pat
     with pytest.raises(ConfigError, match=r"data.decoder_seq_length is for model.t5; model.bert has no decoder"):
         task_of(load_run(bert))
     short = {**tree, "data": {**data, "decoder_seq_length": 4}}
-    with pytest.raises(ConfigError, match=r"the decoder length \(4\) must be at least \d+, for the masked tokens"):
+    with pytest.raises(ConfigError, match=r"data\.decoder_seq_length \(4\) must be at least \d+, for the masked"):
         task_of(load_run(short)).train_dataset()
 
 

@@ -80,7 +80,7 @@ def test_a_model_max_length_stays_what_it_was_and_a_line_says_so_where_rows_are_
     import_model(source, tmp_path / "run", with_proof=False)
     export_model(tmp_path / "run", tmp_path / "out", with_proof=False)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 20
-    assert "keeps model_max_length=20, but the run's samples have 24 tokens" in caplog.text
+    assert "keeps model_max_length=20, but the model has 24 positions" in caplog.text
     caplog.clear()
     path = tmp_path / "run" / "huggingface" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 24}))
