@@ -256,7 +256,7 @@ def test_a_colour_has_one_meaning(whole):
 def test_a_span_that_takes_nearly_all_of_a_step_leaves_the_others_readable(tmp_path):
     time = {"data": 0.004, "forward-backward": 0.98, "optimizer": 0.012}
     page = page_with(tmp_path / "run", *(record(n, step_seconds=1.0, time=time, between={}) for n in range(3, 9)))
-    assert "all but forward-backward (1.6%), enlarged" in page.text
+    assert "the other 1.6%, without forward-backward, enlarged" in page.text
     assert "98.4%" in page.text  # of the measured time
     assert "0.4%" in page.text
     assert "1.2%" in page.text

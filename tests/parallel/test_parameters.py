@@ -148,7 +148,7 @@ def test_an_undeclared_parameter_is_refused_by_its_name(in_a_declaring_module):
     else:
         model.second.head = nn.Linear(2, 2)
     name = "temperature" if in_a_declaring_module else r"head\.weight"
-    with pytest.raises(ShapeError, match=rf"second\.{name} has no placement; register it with DeclaringModule.declare"):
+    with pytest.raises(ShapeError, match=rf"second\.{name} is not declared; register it with DeclaringModule.declare"):
         list(declared_parameters(model))
 
 

@@ -86,7 +86,7 @@ def test_waiting_for_a_compiler_is_announced_and_is_no_part_of_speed_or_of_the_t
     tree["data"]["valid"] = tree["data"]["train"]
     tree["checkpoint"] = {"every": 15}
     [(lines, estimated_from)] = ranks(1, lines_of, tree)
-    assert sum("compiling the fused operations for this machine, once" in line for line in lines) == 1
+    assert sum("torch.compile is compiling for this machine, once" in line for line in lines) == 1
     records = read_metrics(Path(tree["run"]))
     steps = [record for record in records if "loss" in record]
     first, *later = steps

@@ -138,5 +138,7 @@ def test_a_rank_more_than_there_are_gpus_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert process_group.choose_device() == torch.device("cuda", 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ConfigError, match=r"LOCAL_RANK \(1\) must be below the number of GPUs of this machine \(1\)"):
+    with pytest.raises(
+        ConfigError, match=r"LOCAL_RANK \(1\) must be below the number of GPUs that this process sees \(1\)"
+    ):
         process_group.choose_device()

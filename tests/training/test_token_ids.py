@@ -79,7 +79,7 @@ def test_a_token_of_text_beyond_the_last_row_is_one(named, tmp_path):
     data |= {"tokenizer": str(path)} if named == "in the settings" else {}
     found = here("train", write_settings(settings(tmp_path, data=data), tmp_path))
     assert found.code == 2
-    assert "model.vocab_size (61) is smaller than the tokenizer's vocabulary (62); use 62 or more" in found.err
+    assert "model.vocab_size (61) is smaller than the tokenizer needs (62); use 62 or more" in found.err
 
 
 def train_past_the_scan(*arguments: object) -> Ended:

@@ -65,7 +65,7 @@ def test_weights_can_be_drawn_anew():
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Linear(2, 2), r"extra\.weight has no placement"),
+        (nn.Linear(2, 2), r"parameter extra\.weight is not declared"),
         (nn.BatchNorm1d(2, affine=False), r"buffer extra\.running_mean is not declared"),
     ],
     ids=["a parameter", "a buffer"],

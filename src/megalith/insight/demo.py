@@ -76,7 +76,7 @@ def run_demo(folder: Path, show: Callable[[str], None]) -> DemoResult:
         arguments = ["train", _RECIPE, *overrides, *changes]
         way_on = partial(where_it_goes_on, folder / "checkpoints")
         if code := launch(_RANKS, arguments, folder / "logs", show, goes_on=way_on):
-            raise DemoError(f"megalith {' '.join(arguments)} failed with exit code {code}; see its message above")
+            raise DemoError(f"megalith {' '.join(arguments)} ended with exit code {code}; see its message above")
     training_seconds = perf_counter() - started
     show(f"trained in {duration(training_seconds)}")
     [found] = evaluate_checkpoint(folder, None, None)

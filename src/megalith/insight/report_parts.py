@@ -46,7 +46,7 @@ def breakdown(parts: Sequence[Part], width: float = 100.0) -> str:
     others = [part for part in parts if part is not largest]
     if len(others) > 1 and largest.seconds > _NEARLY_ALL * total:
         rest = math.fsum(part.seconds for part in others)
-        text = f"all but {largest.name} ({_percent(rest / total)}), enlarged"
+        text = f"the other {_percent(rest / total)}, without {largest.name}, enlarged"
         bars += f'<p class="enlarged">{escape(text)}</p><div class="stack thin">{_pieces(others)}</div>'
     rows = "".join(
         f'<tr><td><i class="{part.colour}"></i>{escape(part.name)}<td>{duration(part.seconds)}'

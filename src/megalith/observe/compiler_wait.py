@@ -55,7 +55,7 @@ class CompilerWait:
         if not self._num_builds:
             self._last_line = self._started
             self._show(
-                "compiling the fused operations for this machine, once; later runs load them from torch's cache "
+                "torch.compile is compiling for this machine, once; later runs load the results from torch's cache "
                 "(TORCH_COMPILE_DISABLE=1 turns this off)"
             )
         self._span.__enter__()

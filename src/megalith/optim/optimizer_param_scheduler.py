@@ -93,7 +93,7 @@ class LearningRateSchedule:
         if self.style not in _LR_STYLES:
             problems.append(f"lr_decay_style must be one of {', '.join(_LR_STYLES)}; got {self.style!r}")
         if not 0.0 <= self.min_lr <= self.max_lr < math.inf:
-            problems.append(f"min_lr ({self.min_lr}) must be from 0 to max_lr ({self.max_lr})")
+            problems.append(f"min_lr ({self.min_lr}) must be from 0 to max_lr ({self.max_lr}), which must be finite")
         if not 0.0 <= self.init_lr <= self.max_lr:
             problems.append(f"init_lr ({self.init_lr}) must be from 0 to max_lr ({self.max_lr})")
         if not 0 <= self.warmup_steps < end:

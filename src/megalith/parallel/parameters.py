@@ -151,7 +151,7 @@ def declared_parameters(*models: nn.Module) -> Iterator[tuple[str, nn.Parameter,
             spec = module.parameter_specs.get(name) if isinstance(module, DeclaringModule) else None
             if spec is None:
                 raise ShapeError(
-                    f"parameter {full_name} has no placement; register it with DeclaringModule.declare(name, spec, ...)"
+                    f"parameter {full_name} is not declared; register it with DeclaringModule.declare(name, spec, ...)"
                 )
             if seen.isdisjoint((id(parameter), full_name)):
                 seen |= {id(parameter), full_name}

@@ -84,18 +84,18 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
                 f"--nproc ({num_local_ranks}) must be at most the number of GPUs on this machine ({num_gpus})"
             )
         needed, has = max(held), torch.cuda.get_device_properties(device).total_memory
-        where, what = "on one rank", "its GPU has"
+        where, what, more = "on one rank", "its GPU has", "more ranks"
     else:
         needed, has = sum(held), memory_bytes() or sum(held)
         where = f"on the {num_local_ranks} ranks of this machine" if num_local_ranks > 1 else "on this machine"
-        what = "it has"
+        what, more = "it has", "ranks on more machines"
     if needed > has:
         exchange = f", with {quantity(buffers)}B each for parallel.dispatch.method=symmetric" if buffers else ""
         raise ConfigError(
             f"the model does not fit: weights, gradients and {config.optim.name} state for its "
             f"{quantity(task.num_parameters)} parameters take {quantity(needed)}B {where}{exchange}, without "
-            f"activations, and {what} {quantity(has)}B; use a smaller model, or more memory: shard it over more ranks "
-            f"on more machines (parallel.shard is {layout.shard}, parallel.tensor is {layout.tensor})"
+            f"activations, and {what} {quantity(has)}B; use a smaller model, or more memory: shard it over {more} "
+            f"(parallel.shard is {layout.shard}, parallel.tensor is {layout.tensor})"
         )
 
 

@@ -94,7 +94,7 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
         DataError: neither names a tokenizer, or it cannot be read.
     """
     if config.data.train is None:
-        raise DataError("the run has no data.train from which to load its tokenizer")
+        raise DataError("the run has no data.train from which to load its tokenizer; set data.train in its config.yaml")
     train = IndexedDataset(config.data.train)
     tokenizer = _tokenizer_of(config, train)
     begin = tokenizer.begin if tokenizer.begins(train.tokens[: len(tokenizer.begin)].tolist()) else ()
@@ -181,7 +181,7 @@ def _check_vocabulary(config: RunConfig) -> Iterator[str]:
             "give data.tokenizer=PATH of its tokenizer.json, or model.vocab_size"
         )
     elif needed is not None and given is not None and given < needed:
-        yield f"model.vocab_size ({given}) is smaller than the tokenizer's vocabulary ({needed}); use {needed} or more"
+        yield f"model.vocab_size ({given}) is smaller than the tokenizer needs ({needed}); use {needed} or more"
 
 
 def _check_token_ids(config: RunConfig) -> Iterator[str]:

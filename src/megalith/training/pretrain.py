@@ -95,7 +95,8 @@ def _where_it_stopped(run: Run, first_step: int, reason: str | None) -> str:
     """
     step, why = run.state.step, ""
     if reason == TIME_LIMIT:
-        why = f"train.time_limit ({run.config.train.time_limit:g} minutes) has passed"
+        limit = run.config.train.time_limit
+        why = f"train.time_limit ({limit:g} minute{'s' * (limit != 1)}) has passed"
         if step == first_step:
             return f"{why} before the first step, because startup takes longer than that; raise it"
         why += ": "

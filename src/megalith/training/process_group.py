@@ -28,8 +28,8 @@ def choose_device() -> torch.device:
     local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= num_gpus:
         raise ConfigError(
-            f"LOCAL_RANK ({local_rank}) must be below the number of GPUs of this machine ({num_gpus}); start at most "
-            f"{num_gpus} ranks on it, or set CUDA_VISIBLE_DEVICES=  to train on CPUs"
+            f"LOCAL_RANK ({local_rank}) must be below the number of GPUs that this process sees ({num_gpus}); start no "
+            "more ranks than that on a machine, or set CUDA_VISIBLE_DEVICES='' to train on CPUs"
         )
     return torch.device("cuda", local_rank)
 

@@ -97,8 +97,8 @@ def _refuse_to_forget(imported: Store, damaged: dict[str, CheckpointError]) -> N
         told = "\n".join(map(str, damaged.values()))
         raise everywhere(
             CheckpointError(
-                f"{told}\nthe run would start over from the weights of {imported}; restore a sound checkpoint there "
-                f"from a backup, or start in another folder: load={imported} run=..."
+                f"{told}\nthe run would start over from the weights of {imported}; restore a sound later checkpoint "
+                f"beside it from a backup, or start in another folder: load={imported} run=..."
             )
         )
 

@@ -50,7 +50,7 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank |
         if _LEAST[name] <= number <= _LARGEST:
             found[name] = number
         else:
-            wrong.append(f"{name} must be an integer of at least {_LEAST[name]}; got {text[:40]!r}")
+            wrong.append(f"{name} must be an integer from {_LEAST[name]} to {_LARGEST}; got {text[:40]!r}")
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in found and size in found and found[rank] >= found[size]:
             wrong.append(f"{rank} ({found[rank]}) must be below {size} ({found[size]})")

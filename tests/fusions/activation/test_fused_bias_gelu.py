@@ -98,7 +98,7 @@ def test_rows_are_addressed_in_64_bits(tmp_path):
         (ShapeError, torch.ones(()), None, "tanh", r"input must be \[..., F\]; got a tensor without dimensions"),
         (ShapeError, torch.ones(2, 3), torch.ones(2), "tanh", r"bias must be \[3\], one for each column of input"),
         (ShapeError, torch.ones(2, 3).int(), None, "tanh", r"input must be float16, .*; got torch.int32"),
-        (ShapeError, torch.ones(2, 3), torch.ones(3, device="meta"), "tanh", r"input is on cpu, bias is on meta"),
+        (ShapeError, torch.ones(2, 3), torch.ones(3, device="meta"), "tanh", r"got input on cpu, bias on meta"),
     ],
 )
 def test_what_does_not_fit_is_refused(error, input, bias, approximate, message):

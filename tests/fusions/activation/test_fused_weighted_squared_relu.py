@@ -61,7 +61,7 @@ def test_rows_are_addressed_in_64_bits(tmp_path):
         (torch.ones(2, 3), torch.ones(2), r"weights must be \[2, 1\], one for each token of input \[2, 3\]; got \[2\]"),
         (torch.ones(()), torch.ones(1), r"input must be \[\.\.\., F\]; got a tensor without dimensions"),
         (torch.ones(2, 3).long(), torch.ones(2, 1), r"input must be float16, .*; got torch.int64"),
-        (torch.ones(2, 3), torch.ones(2, 1, device="meta"), r"on one device; input is on cpu, weights is on meta"),
+        (torch.ones(2, 3), torch.ones(2, 1, device="meta"), r"on one device; got input on cpu, weights on meta"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(x, w, message):

@@ -176,7 +176,7 @@ ROWS = RowMap(
             r"one for each row of routing_map; got tokens \[3, 4\] and routing_map \[2, 2\]",
         ),
         ((X, MAP, X), {}, ShapeError, r"probs must be \[3, 2\], one for each entry of routing_map; got \[3, 4\]"),
-        ((X, MAP.to("meta")), {}, ShapeError, r"tokens is on cpu, routing_map is on meta"),
+        ((X, MAP.to("meta")), {}, ShapeError, r"got tokens on cpu, routing_map on meta"),
         ((X, MAP.float()), {}, ShapeError, r"routing_map must be int32 or int64; got torch.float32"),
         ((X, MAP.int()), {}, ConfigError, r"num_experts must be 1 or more for indices; got None \(.* bool\)"),
         ((X, MAP), {"num_experts": 2}, ConfigError, r"num_experts is only for indices; leave it out"),

@@ -260,4 +260,4 @@ def test_what_does_not_fit_is_refused():
     refused(r"rows_per_expert must be \[3\], one for each expert of weight; got \[2\]", x, weight, sizes[:2])
     refused(r"rows_per_expert must be int32, as returned by row_map; got torch.int64", x, weight, sizes.long())
     refused(r"x must be float16, .*; got torch.int32", x.int(), weight, sizes)
-    refused(r"on one device; .*rows_per_expert is on meta", x, weight, sizes.to("meta"))
+    refused(r"on one device; .*rows_per_expert on meta", x, weight, sizes.to("meta"))

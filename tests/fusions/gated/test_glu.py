@@ -161,7 +161,7 @@ X = torch.ones(2, 6)
         (ShapeError, X, {"bias": X[0, :3]}, r"bias must be \[6\], one for each column of gate and up; got \[3\]"),
         (ShapeError, X, {"weights": X[0]}, r"weights must be \[2, 1\], one for each token of x \[2, 6\]; got \[6\]"),
         (ShapeError, X.int(), {}, r"x must be float16, bfloat16, float32 or float64; got torch.int32"),
-        (ShapeError, X, {"bias": torch.ones(6, device="meta")}, r"on one device; x is on cpu, bias is on meta"),
+        (ShapeError, X, {"bias": torch.ones(6, device="meta")}, r"on one device; got x on cpu, bias on meta"),
         (BackendError, X, {"backend": "aten"}, r"'aten': it has no such path"),
     ],
 )

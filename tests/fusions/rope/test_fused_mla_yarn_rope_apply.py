@@ -183,7 +183,11 @@ INTERLEAVED = {"rotary_interleaved": True}
             ConfigError,
             r"or in both halves; .*synchronize with the device.*pass \[rows, 2\]: cos\[:, 0, 0, ::2\]",
         ),
-        ({"cos": torch.ones(8, 2, device="meta")}, ShapeError, "must be on one device.*cos is on meta"),
+        (
+            {"cos": torch.ones(8, 2, device="meta")},
+            ShapeError,
+            "the heads, cos.* must be on one device; got the heads on cpu, cos on meta",
+        ),
         ({"cp_size": 2}, ConfigError, "no effect without cu_seqlens.*the position_ids of this rank"),
         ({"cu_seqlens_q": BORDERS}, ConfigError, r"cu_seqlens is for packed tokens \[T, A, ...\]"),
         (PACKED, ConfigError, r"packed tokens.*need positions; pass cu_seqlens or position_ids"),

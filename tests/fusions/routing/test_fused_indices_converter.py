@@ -98,7 +98,7 @@ INDICES, WEIGHTS = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
             r"probs_indices must be \[2, 3\], one for each entry of indices; got \[2, 2",
         ),
         (INDICES[0], WEIGHTS[0], 4, ShapeError, r"indices must be \[T, K\], .*got \[3\]"),
-        (INDICES, WEIGHTS.to("meta"), 4, ShapeError, r"indices is on cpu, probs_indices is on meta"),
+        (INDICES, WEIGHTS.to("meta"), 4, ShapeError, r"got indices on cpu, probs_indices on meta"),
         (INDICES, WEIGHTS, 0, ConfigError, r"num_of_local_experts must be an integer, 1 or more; got 0"),
         (INDICES, WEIGHTS, 2.0, ConfigError, r"num_of_local_experts must be an integer, 1 or more; got 2\.0"),
     ],

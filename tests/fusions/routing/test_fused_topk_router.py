@@ -189,7 +189,7 @@ X = torch.randn(2, 8)
             (X, 2),
             {"expert_bias": X[0].to("meta"), "score_function": "sigmoid"},
             ShapeError,
-            r"logits is on cpu, expert_bias is on meta",
+            r"got logits on cpu, expert_bias on meta",
         ),
         ((X, 1), {}, ConfigError, r"softmax over the single chosen expert of topk=1 .*use_pre_softmax=True"),
         ((X, 2), {"score_function": "sigmoid", "use_pre_softmax": True}, ConfigError, r"got 'sigmoid'; leave it out"),

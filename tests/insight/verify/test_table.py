@@ -31,7 +31,7 @@ def test_a_proof_names_its_layouts_and_says_what_is_the_same():
 def test_a_fault_is_named_with_its_layout_and_how_far_it_is_off():
     lines = text(SAME, OTHER, fault=OTHER)
     assert lines[5].endswith("DIFFERS")
-    assert lines[-2] == "1 of 2 runs are wrong; smallest failing layout: tensor 2 x shard 2"
+    assert lines[-2] == "1 of 2 runs is wrong; smallest failing layout: tensor 2 x shard 2"
     assert lines[-1] == (
         "first difference, in float64: the output of model.layers.0.mlp in step 1, by 2.5e-01; 1e-09 is allowed"
     )

@@ -107,7 +107,7 @@ def marked(*marks: str) -> Callable[[list[Action]], list[Action]]:
 @pytest.mark.parametrize(
     ("name", "marks", "found"),
     [
-        ("1f1b", [], "none"),
+        ("1f1b", [], "no action"),
         ("1f1b", ["backward of micro-batch 1 in chunk 0"], "backward of micro-batch 1 in chunk 0"),
         ("1f1b", ["forward of micro-batch 2 in chunk 0"], "forward of micro-batch 2 in chunk 0"),
         (
@@ -130,6 +130,7 @@ def test_gradients_are_reduced_once_in_the_last_action_that_adds_to_them(name, m
 
 def test_an_evaluation_reduces_nothing():
     with pytest.raises(
-        ConfigError, match=r"chunk 0 never, as it has no backward; it reduces them in forward of micro-batch 1"
+        ConfigError,
+        match=r"must never reduce the gradients of chunk 0, .*; it reduces them in forward of micro-batch 1",
     ):
         validate(with_plan(forward_only(Placement(2), 2), 0, marked("forward of micro-batch 1 in chunk 0")))

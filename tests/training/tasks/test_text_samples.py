@@ -107,7 +107,7 @@ def test_weights_are_the_same_with_and_without_texts(text, tmp_path):
         (
             GPT2,
             ["Once " * 30],
-            r"train.generation: the prompt 'Once Once .* tokens, but the model has 26 positions; shorten",
+            r"train.generation: the prompt 'Once Once .* must be shorter than the model's 26 positions; got .* tokens",
         ),
         (
             LLAMA,

@@ -139,7 +139,7 @@ def test_groups_that_part_shards_and_capacity_say_so():
     assert list(inexact_for(shape, Upcycling(0, noise=0.1))) == [
         "model.moe.router.num_groups (4) puts shards of one MLP into different groups",
         "tokens past model.moe.capacity are dropped",
-        "noise of 0.1 is added to the experts' weights",
+        "noise of 0.1 times their standard deviation is added to the experts' weights",
     ]
 
 

@@ -37,8 +37,9 @@ def check_one_device(**tensors: Tensor | None) -> None:
     """Raises ShapeError unless all given tensors are on one device."""
     if len({x.device for x in tensors.values() if x is not None}) > 1:
         given = {name: x.device for name, x in tensors.items() if x is not None}
-        where = ", ".join(f"{name} is on {device}" for name, device in given.items())
-        raise ShapeError(f"{' and '.join(given)} must be on one device; {where}")
+        *others, last = given
+        where = ", ".join(f"{name} on {device}" for name, device in given.items())
+        raise ShapeError(f"{', '.join(others)} and {last} must be on one device; got {where}")
 
 
 def check_rows(name: str, x: Tensor, size: str) -> None:

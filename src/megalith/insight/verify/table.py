@@ -55,7 +55,8 @@ def _verdict(found: Verification) -> Iterator[str]:
         yield f"all {len(found.results)} runs match: {compared}"
         return
     case, num_wrong = fault.case, sum(not result.same for result in found.results)
-    yield f"{num_wrong} of {len(found.results)} runs are wrong; smallest failing layout: {name_of(case.degrees)}"
+    are = "is" if num_wrong == 1 else "are"
+    yield f"{num_wrong} of {len(found.results)} runs {are} wrong; smallest failing layout: {name_of(case.degrees)}"
     if fault.failure is not None:
         yield f"in {case.dtype}: {fault.failure}"
     elif fault.first is not None:

@@ -68,8 +68,13 @@ def _check_reduction(rank: int, chunk: int, plan: Sequence[Action]) -> None:
     wanted = [action for action in plan if action.adds_to_gradients][-1:]
     found = [action for action in plan if action.reduces]
     if found != wanted:
+        gradients = f"reduce the gradients of chunk {chunk}"
         raise ConfigError(
-            f"rank {rank} must reduce the gradients of chunk {chunk} "
-            + (f"once, in its last action that adds to them, {wanted[0]}" if wanted else "never, as it has no backward")
-            + f"; it reduces them in {', '.join(map(str, found)) or 'none'}"
+            f"rank {rank} must "
+            + (
+                f"{gradients} once, in its last action that adds to them, {wanted[0]}"
+                if wanted
+                else f"never {gradients}, which has no backward"
+            )
+            + f"; it reduces them in {', '.join(map(str, found)) or 'no action'}"
         )

@@ -198,7 +198,8 @@ class TextGenerator:
             return
         if learned or prompt + max_new_tokens <= longest:
             return
-        room = f"generate at most {longest - prompt} tokens" if prompt < longest else f"shorten the prompt ({prompt})"
+        at_most = f"generate at most {longest - prompt} tokens"
+        room = at_most if prompt < longest else f"shorten the prompt ({prompt} tokens)"
         log.warning(
             "the text may reach %d tokens, but the model was trained on rows of %d, and quality usually drops beyond "
             "that; to stay within it, %s",

@@ -27,8 +27,8 @@ def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
             raise ConfigError(f"the prompt {prompt!r:.60} has no tokens in {tokenizer.name}; leave it out")
         if positions is not None and len(tokens) >= positions:
             raise ConfigError(
-                f"the prompt {prompt!r:.60} has {len(tokens)} tokens, but the model has {positions} positions; "
-                "shorten it"
+                f"the prompt {prompt!r:.60} must be shorter than the model's {positions} positions; got {len(tokens)} "
+                "tokens; shorten it"
             )
         encoded.append(tokens + end)
     _check_room(config, [len(tokens) for tokens in encoded])
@@ -50,8 +50,9 @@ def _check_room(config: RunConfig, lengths: list[int]) -> None:
         columns = ceil(columns / multiple) * multiple
     given = len(lengths) * columns // split
     if given > sizes.max_tokens:
+        lower = "a lower max_new_tokens, " if split > 1 else ""
         raise ConfigError(
             f"parallel.dispatch.method=symmetric has room for {sizes.max_tokens} tokens per rank (a micro-batch), but "
             f"{len(lengths)} prompts padded to {columns} tokens need {given} per rank; use fewer or shorter prompts, "
-            "fewer max_new_tokens, a larger train.micro_batch_size, or parallel.dispatch.method=all_to_all"
+            f"{lower}a larger train.micro_batch_size, or parallel.dispatch.method=all_to_all"
         )

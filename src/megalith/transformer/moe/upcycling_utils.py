@@ -74,7 +74,7 @@ def check_upcycling(dense: TransformerConfig, config: TransformerConfig) -> None
     changed = sorted(name for name in fields if getattr(dense, name) != getattr(config, name))
     if changed:
         told = ", ".join(f"model.{name} from {getattr(dense, name)} to {getattr(config, name)}" for name in changed)
-        raise ConfigError(f"upcycling must not change settings outside model.moe; got {told}; leave these out")
+        raise ConfigError(f"upcycling must not change settings of model except model.moe; got {told}; leave these out")
     moe, wide, narrow = config.moe, dense.ffn_hidden_size, config.expert_ffn_hidden_size
     if moe.latent_size is not None:
         raise ConfigError(
@@ -116,7 +116,7 @@ def inexact_for(config: TransformerConfig, how: Upcycling) -> Iterator[str]:
     if how.scaling == "published" and config.activation not in ("squared_relu", "relu"):
         yield f"published scaling is exact only for squared_relu and relu, not for {config.activation}"
     if how.noise:
-        yield f"noise of {how.noise} is added to the experts' weights"
+        yield f"noise of {how.noise} times their standard deviation is added to the experts' weights"
 
 
 def upcycled(
