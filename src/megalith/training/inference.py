@@ -30,6 +30,7 @@ from megalith.training.process_group import choose_device
 from megalith.training.run_folder import open_run
 from megalith.training.state import read_train_state
 from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.masked_task import MaskedTask
 from megalith.training.tasks.task import AnyTask
 from megalith.training.tasks.weights import load_weights
 from megalith.transformer.module import ModelModule
@@ -96,7 +97,7 @@ def load_model(
     Raises:
         CheckpointError: there is no checkpoint, config.yaml is missing, or the checkpoint is damaged.
     """
-    checkpoint, _, config = open_run(source)
+    checkpoint, folder, config = open_run(source)
     device = device or choose_device()
     fused_loss = config.train.fused_linear_cross_entropy  # includes the output projection
     options = BuildOptions(
@@ -105,7 +106,7 @@ def load_model(
         matrix_product=linear if fused_loss else inference_linear,
         fused_linear_cross_entropy=fused_loss,
     )
-    task = task_of(config) if task is None else task
+    task = _task_of_run(folder, config) if task is None else task
     with torch.device("meta"):
         model = task.build_model(options)
     load_into_(model, checkpoint, device)
@@ -148,11 +149,12 @@ def evaluate_checkpoint(
     prefixes = {"": dataset} if dataset else config.data.valid_sets
     if not prefixes:
         raise CheckpointError(f"{source} was trained without data.valid; give a dataset with --data PREFIX")
+    task, built_in = (_task_of_run(folder, config), True) if task is None else (task, False)
     held_out: dict[str, SizedSamples[Any]] = {}
     for name, prefix in prefixes.items():
         try:
-            held_out[name] = (task or task_of(config)).evaluation_dataset(prefix)
-            if task is None:  # a custom task may read other data
+            held_out[name] = task.evaluation_dataset(prefix)
+            if built_in:  # a custom task may read other data
                 _check_fits(IndexedDataset(prefix), folder, config)
         except DataError as error:
             if dataset is not None:
@@ -177,11 +179,8 @@ def evaluate_checkpoint(
             )
         if not found.num_tokens:
             raise DataError(f"{prefix}: none of the tokens read has a loss, so nothing can be measured; use more text")
-        losses.append(
-            CheckpointLoss(
-                name, prefix, found.loss, found.num_tokens, trained.step, found.means, found.counted, found.classes
-            )
-        )
+        of_all = found.loss, found.num_tokens, trained.step, found.means, found.counted, found.classes
+        losses.append(CheckpointLoss(name, prefix, *of_all))
     return losses
 
 
@@ -194,6 +193,14 @@ def say_what_experts_drop(model: TransformerConfig, together: str) -> None:
             model.moe.capacity.factor,
             together,
         )
+
+
+def _task_of_run(folder: Store, config: RunConfig) -> AnyTask:
+    """Returns the built-in task with the tokenizer that the run keeps, because its training data may be gone."""
+    task = task_of(config)
+    if isinstance(task, MaskedTask) and (kept := kept_tokenizer(folder)) is not None:
+        task.use_tokenizer(kept)
+    return task
 
 
 def _progress_of_part(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:

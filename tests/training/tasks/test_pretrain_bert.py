@@ -136,6 +136,16 @@ def test_a_run_tells_its_accuracies_and_eval_measures_them_again(tmp_path):
     assert [found.loss, *list(found.means.values())[1:]] == pytest.approx([float(x) for x in told.groups()], abs=1e-3)
 
 
+def test_eval_on_other_data_needs_only_the_tokenizer_that_the_run_keeps(tmp_path):
+    tree = masked_settings(tmp_path / "train")
+    tree["run"] = str(tmp_path / "run")
+    ranks(1, trained, tree)
+    (tmp_path / "train").rename(tmp_path / "elsewhere")
+    [found] = evaluate_checkpoint(tmp_path / "run", str(tmp_path / "elsewhere" / "text"), None)
+    (tmp_path / "elsewhere").rename(tmp_path / "train")
+    assert evaluate_checkpoint(tmp_path / "run", str(tmp_path / "train" / "text"), None)[0].loss == found.loss
+
+
 def write_stories(folder: Path) -> str:
     """Writes documents of four sentences, each with words of its own.
 

@@ -59,9 +59,14 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
             DataError: as ``load_tokenizer``.
             ConfigError: the model has no row for one of its special tokens.
         """
-        if self._tokenizer is not None:
-            return self._tokenizer
-        tokenizer, given = load_tokenizer(self.config), self.config.model.vocab_size
+        if self._tokenizer is None:
+            self.use_tokenizer(load_tokenizer(self.config))
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def use_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Makes ``tokenizer`` the run's. Raises ConfigError as ``tokenizer`` does."""
+        given = self.config.model.vocab_size
         assert given is not None, "set by preflight"
         if tokenizer.vocab_size > given:
             raise ConfigError(
@@ -69,7 +74,6 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
                 f"because model.{self.config.model.kind} reads special tokens; use {tokenizer.vocab_size}"
             )
         self._tokenizer = tokenizer
-        return tokenizer
 
     def costs(self) -> ModelCosts:
         """Returns the FLOPs per row."""
