@@ -81,8 +81,9 @@ def test_a_folder_without_manifest_is_refused(checkpoint):
 
 def test_the_run_or_the_folder_of_checkpoints_is_refused_with_the_step_to_give(tmp_path):
     path = save_checkpoint(tmp_path / "checkpoints", 1, {"w": torch.ones(1)}, {}, keep_last=1)
-    assert f"; use one of its steps, such as {path}" in refusal(tmp_path)
-    assert f"; use one of its steps, such as {path}" in refusal(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / f"{path.name}.damaged").mkdir()
+    assert f"; use one of its steps, such as {path}\n" in refusal(tmp_path)
+    assert f"; use one of its steps, such as {path}\n" in refusal(tmp_path / "checkpoints")
     assert "use one of its steps" not in refusal(tmp_path / "none")
 
 

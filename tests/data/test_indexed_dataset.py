@@ -298,5 +298,5 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path):
 
 def test_a_folder_that_cannot_be_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="expected a folder but found a file"):
+    with pytest.raises(StorageError, match="File exists; move what is already there"):
         IndexedDatasetBuilder(tmp_path / "file" / "x", np.uint16)

@@ -26,6 +26,17 @@ def test_a_file_in_the_place_of_a_folder_is_named_with_the_way_out(tmp_path):
         (tmp_path / "runs" / "a").mkdir()
 
 
+@pytest.mark.parametrize("reason", ["File exists", "Directory not empty"])
+def test_what_is_in_the_way_is_not_called_a_file(tmp_path, reason):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "new").mkdir()
+    with (
+        pytest.raises(StorageError, match=f"{reason}; move what is already there, or choose another folder"),
+        explained("write", tmp_path / "a"),
+    ):
+        (tmp_path / "a").mkdir() if reason == "File exists" else (tmp_path / "new").rename(tmp_path / "a")
+
+
 def test_an_explained_error_is_not_explained_again():
     with pytest.raises(StorageError, match=r"^ours$"), explained("write", Path("x")):
         raise StorageError("ours")

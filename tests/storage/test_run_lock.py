@@ -80,5 +80,5 @@ def test_another_failure_of_the_lock_is_an_error_and_leaks_no_descriptor(tmp_pat
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot lock .*expected a folder but found a file"):
+    with pytest.raises(StorageError, match=r"cannot lock .*File exists; move what is already there"):
         RunLock(tmp_path / "file")

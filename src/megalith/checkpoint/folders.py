@@ -23,6 +23,7 @@ __all__ = [
     "rename_damaged",
     "set_aside_damaged",
     "step_name",
+    "steps_of",
     "traces_of_saves",
 ]
 
@@ -67,12 +68,17 @@ def traces_of_saves(store: Store) -> list[str]:
     return [name for name in store.names() if name == LATEST or (_TRACE.match(name) and name not in unfinished)]
 
 
+def steps_of(store: Store) -> list[str]:
+    """Returns the names of the published checkpoints in ``store``, complete or not, newest first."""
+    return sorted(filter(_STEP.fullmatch, store.names()), key=_number_of, reverse=True)
+
+
 def complete_steps(store: Store, *, tell_below: float = 0) -> Iterator[str]:
     """Yields the names of the complete checkpoints in ``store``, newest first. Raises as ``find_checkpoint``.
 
     Warns about incomplete ones among the steps below ``tell_below``.
     """
-    for name in sorted(filter(_STEP.fullmatch, store.names()), key=_number_of, reverse=True):
+    for name in steps_of(store):
         if has_all_files(store / name):
             yield name
         elif _number_of(name) < tell_below:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megalith.checkpoint.folders import steps_of
 from megalith.errors import CheckpointError, MissingFileError
 from megalith.storage import MANIFEST, WAY_OUT, FileRecord, Store, manifest_of, open_store, read_manifest, record_of
 from megalith.topology.agreement import agreed, all_gather, everywhere, rank, world_size
@@ -124,8 +125,7 @@ def _damage(store: Store, name: str, wanted: FileRecord) -> str | None:
 def _steps_nearby(store: Store) -> str:
     """Suggests the path of a checkpoint if ``store`` is the run's folder or its checkpoints folder."""
     try:
-        found = [folder / name for folder in (store, store / "checkpoints") for name in folder.names()]
+        steps = [folder / name for folder in (store, store / "checkpoints") for name in steps_of(folder)]
     except MissingFileError:  # it is a file
         return ""
-    steps = [path for path in found if path.split()[1].startswith("step-")]
-    return f"; use one of its steps, such as {steps[-1]}" if steps else ""
+    return f"; use one of its steps, such as {steps[0]}" if steps else ""

@@ -54,7 +54,7 @@ def evaluate(
 
         def progress(done: int, total: int) -> None:
             if not done:
-                announcer.begin(f"evaluating the first {unit}; operations may be compiled for them")
+                announcer.begin(f"evaluating the first {unit}")
             else:
                 announcer.end()
                 show_progress(done, total)

@@ -12,6 +12,7 @@ __all__ = ["explained"]
 _ROOM = "free up space there, or choose a folder on another disk"
 _RIGHTS = "change the permissions, or choose a folder that this user can access"
 _WRITABLE = "choose a folder on a file system that can be written to"
+_TAKEN = "move what is already there, or choose another folder"
 _WAYS_OUT = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
@@ -25,7 +26,8 @@ _WAYS_OUT = {
     errno.EISDIR: "expected a file but found a folder: check the path",
     errno.EINVAL: "check the path",
     errno.ENOTDIR: "expected a folder but found a file: choose another folder",
-    errno.EEXIST: "expected a folder but found a file: choose another folder",
+    errno.EEXIST: _TAKEN,
+    errno.ENOTEMPTY: _TAKEN,
 }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from megalith.config import RunConfig, TransformerConfig
 from megalith.config.yaml_text import MOST_BYTES, read_yaml
 from megalith.errors import ConfigError
+from megalith.fusions.core.compiler import cpp_compiler
 from megalith.training.process_group import choose_device
 
 __all__ = ["compiling_pays", "missing_compiler", "with_compiling_decided"]
@@ -55,8 +56,7 @@ def compiling_pays(config: RunConfig, world_size: int) -> bool:
 
 def missing_compiler() -> str | None:
     """Returns the C++ compiler that torch.compile would call if it is not installed, else None."""
-    compiler = os.environ.get("CXX", "g++")
-    return None if shutil.which(compiler) else compiler
+    return None if shutil.which(cpp_compiler()) else cpp_compiler()
 
 
 def _elements(model: TransformerConfig) -> tuple[int, int]:

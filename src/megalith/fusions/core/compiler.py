@@ -11,18 +11,22 @@ import torch
 
 from megalith.torch_compat import compile_apart, compiler_is_watched, trusting_vector_instructions
 
-__all__ = ["why_no_compiler", "why_not_compile"]
+__all__ = ["cpp_compiler", "why_no_compiler", "why_not_compile"]
 
 log = logging.getLogger(__name__)
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that torch.compile calls."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def why_no_compiler() -> str | None:
     """Why torch.compile has no C++ compiler to build with, in one clause; None if it has one."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE=1 turns torch.compile off"
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if not shutil.which(compiler):
-        return f"torch.compile finds no C++ compiler (install {compiler}, or set CXX)"
+    if not shutil.which(cpp_compiler()):
+        return f"torch.compile finds no C++ compiler (install {cpp_compiler()}, or set CXX)"
     return None
 
 
