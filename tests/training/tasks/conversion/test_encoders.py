@@ -14,7 +14,7 @@ from megalith.config import TransformerConfig, load_run
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.models.hf import open_folder
-from megalith.training.inference import load_model
+from megalith.training.inference import evaluate_checkpoint, load_model
 from megalith.training.pretrain import pretrain
 from megalith.training.tasks.conversion import export_model, import_model
 from megalith.training.tasks.conversion.logit_proof import LogitProof
@@ -98,6 +98,9 @@ def test_a_run_comes_back_from_hugging_face_bit_for_bit_and_loads_there_without_
     before, after = (dict(load_model(tmp_path / name).model.named_parameters()) for name in ("run", "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    ours, back = (evaluate_checkpoint(tmp_path / name, tree["data"]["train"], 8)[0].means for name in ("run", "back"))
+    # a T5 folder has no length, so its samples are longer
+    assert back.keys() == ours.keys() if "t5" in kind else back == pytest.approx(ours, rel=1e-6)
 
 
 def test_a_roberta_of_theirs_is_proven_whatever_token_it_pads_with(tmp_path):
