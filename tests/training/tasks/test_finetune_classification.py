@@ -120,7 +120,7 @@ def trained(tree: dict[str, Any], world_size: int) -> list[str]:
 def test_a_pretrained_encoder_is_loaded_without_its_head(parallel, tmp_path):
     pretraining = masked_settings(tmp_path, train={"steps": 1})
     ranks(1, trained, pretraining, 1)
-    tree = labelled_settings(tmp_path, train={"steps": 1}, optim={"lr": 1e-30})
+    tree = labelled_settings(tmp_path, train={"steps": 1}, optim={"lr": 1e-30}, model={"init_method_std": 0.5})
     source = {**tree, "run": str(tmp_path / "tuned"), "parallel": parallel}
     (tmp_path / "tuned.yaml").write_text(yaml.safe_dump(source))
     settings = settings_from(pretraining["run"], tmp_path / "tuned.yaml")
@@ -131,6 +131,7 @@ def test_a_pretrained_encoder_is_loaded_without_its_head(parallel, tmp_path):
     before, after = load_model(tmp_path / "run").model, load_model(tmp_path / "tuned").model
     kept = dict(after.named_parameters())
     assert after.classifier is not None
+    assert after.classifier.linear.weight.std().item() == pytest.approx(0.5, rel=0.3)  # 96 weights
     for name, weight in before.named_parameters():
         is_of_the_head = name.startswith(("lm_", "binary_head"))
         assert (name in kept) != is_of_the_head

@@ -19,7 +19,8 @@ _OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", "classi
 def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
     """Returns settings for ``load_run``: those of ``source``, with the model at ``location``, whose weights it loads.
 
-    If ``source`` names the head of an encoder (``model.bert.head``), it replaces the model's own.
+    If ``source`` names the head of an encoder (``model.bert.head``), it replaces the model's own, and
+    ``model.init_method_std`` of ``source`` is the size of its initial weights.
 
     Args:
         location: a Hugging Face model folder, a run's folder, or a checkpoint of Megalith or Megatron-Core.
@@ -52,7 +53,8 @@ def _with_head(model: TransformerConfig, wanted: Any) -> TransformerConfig | dic
     head = {name: value for name, value in group.items() if name in _OF_HEADS}
     if "pretraining" not in (model.bert.head, head["head"]):  # a classifier keeps the activation it was trained with
         head.setdefault("classifier_activation", model.bert.classifier_activation)
-    return {**given_fields(model), "bert": {**trunk, **head}}
+    std = {name: wanted[name] for name in ("init_method_std",) if name in wanted}
+    return {**given_fields(model), **std, "bert": {**trunk, **head}}
 
 
 def usual_settings(model: TransformerConfig, seq_length: int, dtype: str) -> dict[str, Any]:
