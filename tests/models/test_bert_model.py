@@ -145,6 +145,17 @@ def test_losses_are_those_of_the_logits(fields):
         assert_close(model(**sentence, labels=labels).predictions, want)
 
 
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_hits_are_the_labels_with_the_largest_logits(fields):
+    model = built(config(**fields)).eval()
+    tokens = torch.randint(VOCAB, (3, 8), generator=torch.Generator().manual_seed(0))
+    likeliest = model(tokens).predictions.argmax(-1)
+    kind = torch.arange(24).view(3, 8) % 5  # right, wrong, and without a label
+    labels = torch.where(kind < 2, likeliest, torch.where(kind < 4, (likeliest + 1) % VOCAB, -1))
+    assert torch.equal(model(tokens, labels=labels).hits, kind < 2)
+    assert model.train()(tokens, labels=labels).hits is None
+
+
 def test_the_fused_loss_has_the_bias_of_the_vocabulary():
     want = built(config()).eval()
     options = BuildOptions(ProcessGroupCollection.single(), torch.float64, fused_linear_cross_entropy=True)

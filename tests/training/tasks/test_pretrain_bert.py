@@ -1,6 +1,7 @@
 """BERT pretraining: losses and accuracies computed from its logits, in every layout, and refusals."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megalith.config import load_run
+from megalith.data.bert_dataset import BertSample
 from megalith.data.prepare import prepare
 from megalith.errors import ConfigError, DataError
 from megalith.parallel.build_options import BuildOptions
@@ -37,14 +39,26 @@ def task_and_model(tree: dict[str, Any]) -> tuple[PretrainBert, Any]:
     return task, task.build_model(ALONE)
 
 
+def half_right(model: Any, sample: BertSample) -> BertSample:
+    """``sample`` with the model's prediction as every second label of masked tokens: a random model is never right."""
+    N = sample.num_tokens
+    types = torch.from_numpy(sample.token_types[None, :N])
+    with torch.no_grad():
+        likeliest = model(torch.from_numpy(sample.tokens[None, :N]), token_types=types).predictions[0].argmax(-1)
+    labels, places = sample.labels.copy(), np.flatnonzero(sample.loss_mask)[::2]
+    labels[places] = likeliest.numpy()[places]
+    return replace(sample, labels=labels)
+
+
 @pytest.mark.parametrize("binary_head", [True, False])
 def test_losses_and_accuracies_are_those_of_the_models_logits(binary_head, tmp_path):
     tree = masked_settings(tmp_path, model={"bert": {"num_token_types": 2, "binary_head": binary_head}})
     task, model = task_and_model(tree)
     dataset = task.train_dataset()
-    samples = [dataset[number] for number in range(6)]
+    samples = [half_right(model.eval(), dataset[number]) for number in range(6)]
     batch = task.collate(samples, range(6), [True] * 5 + [False])
     inputs = task.inputs(batch, 0, torch.device("cpu"))
+    assert task.sums(task.forward(model.train(), inputs, None), inputs).keys() == task.terms.keys()
     model.eval()
     found = task.sums(task.forward(model, inputs, None), inputs)
     counts = task.counts(batch)
@@ -62,6 +76,7 @@ def test_losses_and_accuracies_are_those_of_the_models_logits(binary_head, tmp_p
         if binary_head:
             in_order += int(output.binary_logits.argmax(-1)) == int(sample.is_swapped)
             orders += cross_entropy(output.binary_logits, torch.tensor([int(sample.is_swapped)])).item()
+    assert 0 < right < masked
     assert counts["mlm"] == counts["mlm_accuracy"] == masked
     assert found["mlm"].item() == pytest.approx(wrong, rel=1e-9)
     assert found["mlm_accuracy"].item() == right
@@ -102,18 +117,26 @@ def test_every_layout_learns_the_same(layout, tmp_path):
         assert differences(found, want) == []
 
 
-def evaluation(tree: dict[str, Any], world_size: int) -> Evaluation:
-    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+def half_right_samples(tree: dict[str, Any]) -> list[BertSample]:
+    run = build_run(load_run(tree), torch.device("cpu"))
     held_out = run.task.evaluation_dataset(tree["data"]["train"])
-    return evaluate(run.task, run.pipeline, held_out, 2, options=run.options, device=run.device, max_samples=7)
+    return [half_right(run.chunks[0].eval(), held_out[number]) for number in range(7)]
+
+
+def evaluation(tree: dict[str, Any], world_size: int, samples: list[BertSample]) -> Evaluation:
+    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+    return evaluate(run.task, run.pipeline, samples, 2, options=run.options, device=run.device)
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}, {"shard": 2}])
 def test_held_out_accuracy_is_the_same_in_every_layout(parallel, tmp_path):
     tree = masked_settings(tmp_path)
-    [want] = ranks(1, evaluation, tree, 1)
+    [samples] = ranks(1, half_right_samples, tree)
+    [want] = ranks(1, evaluation, tree, 1, samples)
     assert set(want.means) == {"mlm", "mlm_accuracy", "sop", "sop_accuracy"}
-    for found in ranks(2, evaluation, {**tree, "parallel": parallel}, 2):
+    assert 0.0 < want.means["mlm_accuracy"] < 1.0
+    assert 0.0 < want.means["sop_accuracy"] < 1.0
+    for found in ranks(2, evaluation, {**tree, "parallel": parallel}, 2, samples):
         assert found.counts == want.counts
         assert found.means == pytest.approx(want.means, rel=1e-9)
 

@@ -1,8 +1,10 @@
 """T5 pretraining: losses and span accuracy computed from its logits, in every layout, and refusals."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import load_run
 from megalith.data.special_tokens import t5_tokens
+from megalith.data.t5_dataset import T5Sample
 from megalith.errors import ConfigError
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -48,28 +51,45 @@ def t5_settings(folder: Any, **groups: Any) -> dict[str, Any]:
     return tree
 
 
+def half_right(model: Any, sample: T5Sample) -> T5Sample:
+    """``sample`` with the model's prediction as every second label: a random model is never right."""
+    rows = sample.tokens[: sample.num_tokens], sample.decoder_tokens[: sample.num_decoder_tokens]
+    with torch.no_grad():
+        likeliest = model(*(torch.from_numpy(row[None]) for row in rows))[0].argmax(-1)
+    labels, places = sample.labels.copy(), np.arange(0, sample.num_decoder_tokens, 2)
+    labels[places] = likeliest.numpy()[places]
+    return replace(sample, labels=labels)
+
+
 def test_losses_and_accuracy_are_those_of_the_models_logits(tmp_path):
     task = task_of(load_run(t5_settings(tmp_path)))
     assert isinstance(task, PretrainT5)
     model = task.build_model(BuildOptions(ProcessGroupCollection.single(), torch.float64)).eval()
+    special = t5_tokens(task.tokenizer)
+    no_text = {*special.sentinels.tolist(), special.end}
+    with torch.no_grad():  # so that both are predicted at some places
+        model.model.embed_tokens.weight[[int(special.sentinels[0]), special.end]] *= 10.0
     dataset = task.train_dataset()
-    samples = [dataset[number] for number in range(6)]
+    samples = [half_right(model, dataset[number]) for number in range(6)]
     batch = task.collate(samples, range(6), [True] * 5 + [False])
     inputs = task.inputs(batch, 0, torch.device("cpu"))
     with torch.no_grad():
         found = task.sums(task.forward(model, inputs, None), inputs)
-    special = t5_tokens(task.tokenizer)
-    no_text = {*special.sentinels.tolist(), special.end}
-    loss = right = 0.0
-    learned = of_text = 0
+    loss = 0.0
+    right = learned = of_text = 0
+    right_without_text = set[int]()
     for sample in samples[:5]:  # each separately, without padding
         N, M = sample.num_tokens, sample.num_decoder_tokens
         logits = model(torch.from_numpy(sample.tokens[None, :N]), torch.from_numpy(sample.decoder_tokens[None, :M]))[0]
         labels = torch.from_numpy(sample.labels[:M])
         loss += cross_entropy(logits, labels, reduction="sum").item()
         is_text = torch.tensor([label not in no_text for label in labels.tolist()])
-        right += ((logits.argmax(-1) == labels) & is_text).sum().item()
+        hits = logits.argmax(-1) == labels
+        right_without_text |= set(labels[hits & ~is_text].tolist())
+        right += int((hits & is_text).sum())
         learned, of_text = learned + M, of_text + int(is_text.sum())
+    assert 0 < right < of_text
+    assert right_without_text >= {special.sentinels[0], special.end}, "predicted, but they do not count"
     assert task.counts(batch) == {"lm": learned, "span_accuracy": of_text}
     assert found["lm"].item() == pytest.approx(loss, rel=1e-9)
     assert found["span_accuracy"].item() == right
@@ -106,17 +126,24 @@ def test_every_layout_learns_the_same(layout, tmp_path):
         assert differences(found, want) == []
 
 
-def evaluation(tree: dict[str, Any], world_size: int) -> Evaluation:
-    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+def half_right_samples(tree: dict[str, Any]) -> list[T5Sample]:
+    run = build_run(load_run(tree), torch.device("cpu"))
     held_out = run.task.evaluation_dataset(tree["data"]["train"])
-    return evaluate(run.task, run.pipeline, held_out, 2, options=run.options, device=run.device, max_samples=7)
+    return [half_right(run.chunks[0].eval(), held_out[number]) for number in range(7)]
+
+
+def evaluation(tree: dict[str, Any], world_size: int, samples: list[T5Sample]) -> Evaluation:
+    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+    return evaluate(run.task, run.pipeline, samples, 2, options=run.options, device=run.device)
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}])
 def test_held_out_accuracy_is_the_same_in_every_layout(parallel, tmp_path):
     tree = t5_settings(tmp_path)
-    [want] = ranks(1, evaluation, tree, 1)
-    for found in ranks(2, evaluation, {**tree, "parallel": parallel}, 2):
+    [samples] = ranks(1, half_right_samples, tree)
+    [want] = ranks(1, evaluation, tree, 1, samples)
+    assert 0.0 < want.means["span_accuracy"] < 1.0
+    for found in ranks(2, evaluation, {**tree, "parallel": parallel}, 2, samples):
         assert found.counts == want.counts
         assert found.means == pytest.approx(want.means, rel=1e-9)
 

@@ -62,11 +62,13 @@ class PretrainBert(BertTask[BertSample]):
     def sums(self, output: BertOutput, inputs: BertInputs) -> Mapping[str, Tensor]:
         """Sums the losses of masked tokens and of rows; in evaluation also the numbers of correct predictions."""
         found = {"mlm": output.predictions.sum()}
-        if output.hits is not None:
-            found["mlm_accuracy"] = output.hits.sum().float()
         if output.binary_logits is not None:
             wide = output.binary_logits.to(torch.promote_types(output.binary_logits.dtype, torch.float32))
             found["sop"] = cross_entropy(wide, inputs.classes, reduction="sum")
+        if output.hits is None:
+            return found
+        found["mlm_accuracy"] = output.hits.sum().float()
+        if output.binary_logits is not None:
             found["sop_accuracy"] = (output.binary_logits.argmax(-1) == inputs.classes).sum().float()
         return found
 
