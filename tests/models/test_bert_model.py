@@ -11,7 +11,7 @@ from megalith.errors import ConfigError, ShapeError
 from megalith.models.bert_model import BertModel
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf.parameters import parameter_shapes
-from megalith.numerics.dropout import DropoutKey
+from megalith.numerics.dropout import DropoutKey, dropout, name_number
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -231,6 +231,24 @@ def test_dropout_of_the_classifier_is_drawn_by_the_token_that_is_pooled():
     alone = model(tokens[1:], dropout_key=DropoutKey(1, 2, ids[1:]))
     assert_close(both[1:], alone)
     assert not torch.allclose(both, model.eval()(tokens))
+
+
+@pytest.mark.parametrize(
+    ("hidden_dropout", "classifier_dropout", "p"), [(0.4, None, 0.4), (0.4, 0.2, 0.2), (0.0, 0.2, 0.2), (0.4, 0.0, 0.0)]
+)
+@pytest.mark.parametrize("head", ["classification", "multiple_choice"])
+def test_a_classifier_drops_as_hidden_states_do_unless_it_has_its_own_probability(
+    head, hidden_dropout, classifier_dropout, p
+):
+    bert = classifier(head, classifier_dropout=classifier_dropout)
+    model = built(config(hidden_dropout=hidden_dropout, bert=bert)).train()
+    tokens = torch.arange(12).view(2, 6)
+    key = DropoutKey(1, 2, tokens + 40)
+    pooled = torch.tanh(model.pooler.dense(model(tokens, dropout_key=key, output="hidden")[:, 0]))
+    dropped = dropout(pooled, p, DropoutKey(1 ^ name_number("classifier.dropout"), 2, key.tokens[:, 0]))
+    assert bool((dropped == 0).any()) == (p > 0)
+    found = model(tokens, dropout_key=key)
+    assert_close(found, dropped @ model.classifier.linear.weight.t() + model.classifier.linear.bias)
 
 
 def test_embeddings_are_means_without_first_and_last_tokens():

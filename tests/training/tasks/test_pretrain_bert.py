@@ -198,17 +198,6 @@ def test_the_order_of_segments_is_learned(tmp_path):
     assert found.means["sop_accuracy"] > 0.9  # chance is one half
 
 
-def test_what_is_held_out_is_masked_alike_whatever_the_seed(tmp_path):
-    tree = masked_settings(tmp_path)
-    prefix = tree["data"]["train"]
-    one, other = (
-        task_of(load_run({**tree, "train": {**tree["train"], "seed": seed}})).evaluation_dataset(prefix)
-        for seed in (1, 2)
-    )
-    assert len(one) == len(other)
-    assert all((one[i].tokens == other[i].tokens).all() for i in range(len(one)))
-
-
 def test_the_first_sample_is_shown_with_its_masked_words_in_brackets(tmp_path):
     tree = masked_settings(tmp_path)
     text = describe(load_run(tree), 1)
