@@ -1,7 +1,9 @@
 """BERT and T5 samples: packing against a plain implementation, distributions of the masks, computed from the index."""
 
+import string
 from dataclasses import replace
 from itertools import pairwise, product
+from math import comb
 
 import numpy as np
 import pytest
@@ -46,6 +48,33 @@ def prefix(tokenizer, tmp_path_factory):
                 builder.add_document([])
         builder.finalize(eod=tokenizer.eod, vocab_size=tokenizer.vocab_size)
     return prefix
+
+
+def same_documents(prefix, tokenizer, number, lengths):
+    """``number`` documents with the same sentences, of these lengths and of different tokens; returns the text."""
+    text = tokenizer.encode(string.digits + string.ascii_lowercase[::-1])[: sum(lengths)]
+    assert len(set(text)) == sum(lengths)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(number):
+            builder.add_document([*text, tokenizer.eod], [*lengths[:-1], lengths[-1] + 1])
+        builder.finalize(eod=tokenizer.eod, vocab_size=tokenizer.vocab_size)
+    return text
+
+
+def segments(sample, tokenizer):
+    """The original tokens of both segments, in the order of the text."""
+    text = sample.labels[1 : sample.num_tokens - 1]
+    [middle] = np.flatnonzero(text == bert_tokens(tokenizer).separator)
+    both = text[:middle].tolist(), text[middle + 1 :].tolist()
+    return both[::-1] if sample.is_swapped else both
+
+
+def assert_distributed(counts, expected):
+    """Chi-square within five standard deviations of its mean."""
+    counts, expected = np.array(counts), np.array(expected)
+    assert expected.min() > 5
+    degrees = len(expected) - 1
+    assert ((counts - expected) ** 2 / expected).sum() < degrees + 5 * np.sqrt(2 * degrees)
 
 
 def packed_one_by_one(lengths, starts, room, least, probability, seed):
@@ -180,20 +209,81 @@ def test_bert_samples_are_two_segments_with_masked_words_in_between(prefix, toke
     assert shorter > 0
 
 
-def test_a_sample_depends_on_its_index_alone_and_an_epoch_has_each_once(prefix, tokenizer):
-    dataset, again = (BertDataset(prefix, tokenizer, S, 3, MaskingConfig()) for _ in range(2))
+def test_random_tokens_are_drawn_from_the_whole_vocabulary(prefix, tokenizer):
+    dataset = BertDataset(prefix, tokenizer, S, 3, MaskingConfig(probability=0.9))
+    samples = [dataset[index] for index in range(800)]
+    tokens, labels = (
+        np.concatenate([getattr(sample, name)[sample.loss_mask] for sample in samples]) for name in ("tokens", "labels")
+    )
+    V, mask = tokenizer.vocab_size, bert_tokens(tokenizer).mask
+    is_random = (tokens != labels) & (tokens != mask)  # also drawn, but not seen: [MASK], and the label itself
+    expected = 0.1 / V * (len(labels) - np.bincount(labels, minlength=V))
+    counts = np.bincount(tokens[is_random], minlength=V)
+    assert_distributed(np.delete(counts, mask), np.delete(expected, mask))
+
+
+def test_segments_are_split_at_every_sentence_boundary_equally_often(tokenizer, tmp_path):
+    text = same_documents(tmp_path / "x", tokenizer, 32, [4] * 6)
+    dataset = BertDataset(tmp_path / "x", tokenizer, 27, 3, MaskingConfig(short_sequence_probability=0.0))
+    counts = dict.fromkeys(range(4, 24, 4), 0)
+    for index in range(500):
+        _, second = segments(dataset[index], tokenizer)
+        counts[text.index(second[0])] += 1
+    assert_distributed(list(counts.values()), [100] * 5)
+
+
+def test_excess_tokens_are_removed_from_both_ends_of_the_longer_segment_equally_often(tokenizer, tmp_path):
+    text = same_documents(tmp_path / "x", tokenizer, 32, [10, 20])
+    dataset = BertDataset(tmp_path / "x", tokenizer, 28, 3, MaskingConfig(short_sequence_probability=0.0))
+    counts = [0] * 6  # samples with this many tokens removed from the front
+    for index in range(400):
+        shorter, longer = segments(dataset[index], tokenizer)
+        num_removed = text.index(longer[0]) - 10
+        assert (shorter, longer) == (text[:10], text[10:][num_removed:][:15])
+        counts[num_removed] += 1
+    assert_distributed(counts, [400 * comb(5, number) / 2**5 for number in range(6)])
+
+
+class WithSentences(BertDataset):
+    """Samples, each after the sentences that it is made of."""
+
+    def _sample(self, sentences, target, draws):
+        return as_text(np.concatenate(sentences)), super()._sample(sentences, target, draws)
+
+
+def test_epochs_differ_in_order_and_masks_but_not_in_their_groups_of_sentences(prefix, tokenizer):
+    dataset = WithSentences(prefix, tokenizer, S, 3, MaskingConfig())
     N = dataset.num_samples
-    epochs = [[dataset[epoch * N + place] for place in range(N)] for epoch in range(2)]
-    late = again[N + 5]  # as a resumed run reads it first
-    assert all(np.array_equal(getattr(late, name), getattr(epochs[1][5], name)) for name in ("tokens", "labels"))
-    masks = {sample.tokens.tobytes() for sample in epochs[0]} & {sample.tokens.tobytes() for sample in epochs[1]}
-    assert len(masks) < N / 2  # other masks in another epoch
-    held_out = HeldOutSamples(dataset)
-    lengths = sorted(sample.num_tokens for sample in (held_out[index] for index in range(len(held_out))))
-    for epoch in epochs:
-        assert sorted(sample.num_tokens for sample in epoch) == lengths
-    batch = stack_bert_samples(epochs[0][:3], [4, 5, 6])
+    epochs = [[dataset[epoch * N + place] for place in range(N)] for epoch in range(3)]
+    orders = [[group for group, _ in epoch] for epoch in epochs]
+    in_text_order = [group for group, _ in HeldOutSamples(dataset)]
+    assert len(set(in_text_order)) == N
+    assert all(sorted(order) == sorted(in_text_order) for order in orders)
+    for one, other in pairwise([in_text_order, *orders]):
+        assert sum(map(str.__eq__, one, other)) < 8  # random orders have one place in common on average
+    masks = [{group: sample.loss_mask.tobytes() for group, sample in epoch} for epoch in epochs]
+    for one, other in pairwise(masks):
+        assert sum(one[group] == other[group] for group in one) < N / 4  # the shortest samples have few to choose from
+
+
+def test_a_sample_depends_on_its_index_alone(prefix, tokenizer):
+    dataset, again = (BertDataset(prefix, tokenizer, S, 3, MaskingConfig()) for _ in range(2))
+    index = dataset.num_samples + 5
+    samples = [dataset[each] for each in range(index + 1)]
+    late = again[index]  # as a resumed run reads it first
+    assert all(np.array_equal(getattr(late, name), getattr(samples[-1], name)) for name in ("tokens", "labels"))
+    batch = stack_bert_samples(samples[:3], [4, 5, 6])
     assert batch.tokens.shape == batch.token_types.shape == (3, S)
+
+
+def test_held_out_samples_are_masked_independently(tokenizer, tmp_path):
+    same_documents(tmp_path / "x", tokenizer, 20, [4] * 6)
+    masking = MaskingConfig(short_sequence_probability=0.0, whole_words=False)
+    samples = [list(HeldOutSamples(BertDataset(tmp_path / "x", tokenizer, 27, 3, masking))) for _ in range(2)]
+    masks, again = ([sample.loss_mask.tobytes() for sample in each] for each in samples)
+    assert len(masks) == 20
+    assert len(set(masks)) > 15
+    assert masks == again
 
 
 def test_t5_samples_give_the_text_back(prefix, tokenizer):
