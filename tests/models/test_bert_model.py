@@ -72,9 +72,12 @@ def one_by_one(model: BertModel) -> tuple[list[Tensor], list[Tensor], dict[str, 
     return losses, binary, gradients(model, losses, binary)
 
 
-def gradients(model: BertModel, losses: list[Tensor], binary: list[Tensor | None]) -> dict[str, Tensor]:
+def gradients(
+    model: BertModel, losses: list[Tensor], binary: list[Tensor | None], retain_graph: bool = False
+) -> dict[str, Tensor]:
     model.zero_grad()
-    torch.cat([*losses, *(each.flatten() for each in binary if each is not None)]).sum().backward()
+    every = [each.flatten() for each in (*losses, *binary) if each is not None]
+    torch.cat(every).sum().backward(retain_graph=retain_graph)
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
@@ -270,6 +273,22 @@ def test_a_text_of_two_tokens_has_an_embedding_of_zeros():
     tokens, mask = torch.arange(8).view(2, 4), torch.tensor([[True, True, False, False], [False] * 4])
     found = built(config()).eval()(tokens, attention_mask=mask, output="embeddings")
     assert torch.equal(found, torch.zeros_like(found))
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_a_row_of_nothing_but_padding_is_finite_and_has_no_effect_on_other_rows(fields):
+    model = built(config(**fields)).eval()
+    S = max(LENGTHS)
+    tokens = torch.randint(VOCAB, (3, S), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(S) < torch.tensor([5, 0, S])[:, None]
+    found, want = (model(tokens[rows], attention_mask=mask[rows], labels=tokens[rows]) for rows in ([0, 1, 2], [0, 2]))
+    of_texts = None if want.binary_logits is None else found.binary_logits[[0, 2]]
+    assert_close(found.predictions[[0, 2]], want.predictions)
+    assert_close(of_texts, want.binary_logits)
+    wanted = gradients(model, [want.predictions], [want.binary_logits])
+    assert_close(gradients(model, [found.predictions[[0, 2]]], [of_texts], retain_graph=True), wanted)
+    of_all = gradients(model, [found.predictions], [found.binary_logits])
+    assert all(each.isfinite().all() for each in (found.predictions, *of_all.values()))
 
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
