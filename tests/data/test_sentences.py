@@ -102,10 +102,10 @@ def test_special_tokens_that_are_missing_or_unknown_are_named(tmp_path):
     plain = train_byte_level_bpe(["some text"], 300)
     with pytest.raises(DataError, match=r"mask token \(\[MASK\] or <mask>\).*--special-tokens bert"):
         bert_tokens(plain)
-    with pytest.raises(DataError, match="--special-tokens t5"):
+    with pytest.raises(DataError, match=r"padding token \(<pad>\) and sentinels \(.*--special-tokens t5"):
         t5_tokens(plain)
     no_sentinels = train_byte_level_bpe(["some text"], 300, ["<pad>"])
-    with pytest.raises(DataError, match="sentinels"):
+    with pytest.raises(DataError, match="a tokenizer with sentinels"):
         t5_tokens(no_sentinels)
     with pytest.raises(ConfigError, match="must be one of bert, t5, fim; got 'gpt'"):
         prepare([], tmp_path / "x", vocab_size=300, special_tokens=["gpt"])

@@ -6,7 +6,9 @@ from pydantic import Field
 
 from megalith.config.settings_group import LARGEST_SIZE, SettingsGroup
 
-__all__ = ["MaskingConfig"]
+__all__ = ["LongSentences", "MaskingConfig"]
+
+LongSentences = Literal["refuse", "cut", "skip"]
 
 
 class MaskingConfig(SettingsGroup):
@@ -27,7 +29,7 @@ class MaskingConfig(SettingsGroup):
     short_sequence_probability: float = Field(
         default=0.1, ge=0, le=1, description="[share] of samples that get a random shorter length"
     )
-    long_sentences: Literal["refuse", "cut", "skip"] = Field(
+    long_sentences: LongSentences = Field(
         default="refuse",
         description="what to do with sentences longer than a sample: raise an error, cut them into pieces, or skip "
         "their documents and log how many",

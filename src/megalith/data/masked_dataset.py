@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.config.masking_config import MaskingConfig
+from megalith.config.masking_config import LongSentences, MaskingConfig
 from megalith.data.fingerprint import fingerprint
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.sentence_packing import pack_sentences
@@ -134,7 +134,7 @@ class MaskedDataset(ABC, Generic[Sample]):
     def _sample(self, sentences: Sequence[Tokens], target: int, draws: Draws) -> Sample:
         """Builds the sample of ``sentences``, with at most ``target`` text tokens."""
 
-    def _handle_long_sentences(self, lengths: Tokens, documents: Tokens, what: str) -> None:
+    def _handle_long_sentences(self, lengths: Tokens, documents: Tokens, treatment: LongSentences) -> None:
         """Raises DataError for sentences that are too long, or logs how much text is skipped because of them."""
         is_long = lengths > self._room
         if not is_long.any():
@@ -146,7 +146,7 @@ class MaskedDataset(ABC, Generic[Sample]):
             f"{int(of_document.sum())} of {len(of_document)} documents, "
             f"{num_tokens[of_document].sum() / num_tokens.sum():.1%} of the tokens"
         )
-        if what == "refuse":
+        if treatment == "refuse":
             document = int(np.searchsorted(documents, first, side="right")) - 1
             raise DataError(
                 f"sentences of {self._data.prefix} must have at most {self._room} tokens to fit in a sample; sentence "

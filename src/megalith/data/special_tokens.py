@@ -86,16 +86,19 @@ def bert_tokens(tokenizer: Tokenizer) -> BertTokens:
 def t5_tokens(tokenizer: Tokenizer) -> T5Tokens:
     """Returns T5's special tokens: padding, sentinels, and the end token, which is the tokenizer's eod.
 
-    Raises DataError if there is no padding token or no sentinel.
+    Raises DataError that lists what is missing: the padding token, sentinels, or both.
     """
     padding = tokenizer.token_id("<pad>")
     sentinels: list[int] = []
     while (id := tokenizer.token_id(f"<extra_id_{len(sentinels)}>")) is not None:
         sentinels.append(id)
+    missing: list[str] = []
     if padding is None:
-        raise _missing(tokenizer, "T5", "a padding token (<pad>)", "t5")
+        missing.append("a padding token (<pad>)")
     if not sentinels:
-        raise _missing(tokenizer, "T5", "sentinels (<extra_id_0>, <extra_id_1>, ...)", "t5")
+        missing.append("sentinels (<extra_id_0>, <extra_id_1>, ...)")
+    if padding is None or missing:
+        raise _missing(tokenizer, "T5", " and ".join(missing), "t5")
     return T5Tokens(padding, tokenizer.eod, np.array(sentinels, np.int64))
 
 

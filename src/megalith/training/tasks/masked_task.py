@@ -1,4 +1,4 @@
-"""What the tasks of models other than GPT share: their tokenizer, their size, and the settings that they reject."""
+"""What the tasks of models other than GPT share: tokenizer, size, held-out seed, and the settings that they reject."""
 
 from typing import TypeVar
 
@@ -13,7 +13,9 @@ from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.gpt_size import parameters
 from megalith.training.tasks.task import Task
 
-__all__ = ["MaskedTask"]
+__all__ = ["HELD_OUT_SEED", "MaskedTask"]
+
+HELD_OUT_SEED = 0  # for lengths and masks, independent of the run's seed, so that losses of runs are comparable
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch")

@@ -15,11 +15,10 @@ from megalith.data.bert_dataset import BertBatch, BertDataset, BertSample, stack
 from megalith.data.masked_dataset import HeldOutSamples
 from megalith.models.bert_model import BertOutput
 from megalith.training.tasks.bert_task import BertInputs, BertTask
+from megalith.training.tasks.masked_task import HELD_OUT_SEED
 from megalith.training.tasks.shown_text import bracketed
 
 __all__ = ["PretrainBert"]
-
-_HELD_OUT_SEED = 0  # for lengths and masks, independent of the run's seed, so that losses of runs are comparable
 
 
 class PretrainBert(BertTask[BertSample]):
@@ -47,7 +46,7 @@ class PretrainBert(BertTask[BertSample]):
 
     def evaluation_dataset(self, prefix: str) -> HeldOutSamples[BertSample]:
         """Returns the samples of one epoch of ``prefix``, with fixed masks."""
-        return HeldOutSamples(self._dataset(prefix, _HELD_OUT_SEED))
+        return HeldOutSamples(self._dataset(prefix, HELD_OUT_SEED))
 
     def stack(self, samples: Sequence[BertSample], rows: Sequence[int]) -> BertBatch:
         """Stacks the samples, one per row."""

@@ -22,7 +22,7 @@ from megalith.numerics.dropout import DropoutKey
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.training.batch import to_device
-from megalith.training.tasks.masked_task import MaskedTask
+from megalith.training.tasks.masked_task import HELD_OUT_SEED, MaskedTask
 from megalith.training.tasks.shown_text import bracketed
 from megalith.training.tasks.t5_size import t5_costs
 from megalith.training.tasks.t5_traffic import t5_traffic
@@ -33,7 +33,6 @@ from megalith.transformer.stage import Stage
 
 __all__ = ["PretrainT5", "T5Inputs"]
 
-_HELD_OUT_SEED = 0  # for lengths and spans, independent of the run's seed, so that losses of runs are comparable
 _MULTIPLE = 16  # the decoder's default length is a multiple of it, so that the usual degrees divide the length
 
 
@@ -106,7 +105,7 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
 
     def evaluation_dataset(self, prefix: str) -> HeldOutSamples[T5Sample]:
         """Returns the samples of one epoch of ``prefix``, with fixed missing spans."""
-        return HeldOutSamples(self._dataset(prefix, _HELD_OUT_SEED))
+        return HeldOutSamples(self._dataset(prefix, HELD_OUT_SEED))
 
     def collate(
         self, samples: Sequence[T5Sample], rows: Sequence[int], counted: Sequence[bool] | None = None
