@@ -3,7 +3,6 @@
 Epoch e visits the texts in an order keyed by (seed, e), so sample i depends only on (data, tokenizer, seed, i).
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.bert_dataset import BertBatch
+from megalith.data.class_names import identity_of_classes
 from megalith.data.fingerprint import fingerprint
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.labelled import Labels
@@ -105,12 +105,12 @@ class LabelledTexts:
         return LabelledText(tokens, int(self.labels[index]))
 
     def identity(self) -> dict[str, Any]:
-        """Fingerprints of texts and labels, the SHA-256 of the tokenizer file, and the class names as JSON."""
+        """Fingerprints of texts and labels, the SHA-256 of the tokenizer file, and the class names."""
         return {
             "text": fingerprint(self._data.tokens, self._starts),
             "labels": fingerprint(self.labels, np.arange(len(self.labels) + 1)),
             "tokenizer": self._tokenizer.sha256,
-            "classes": json.dumps(self.classes, ensure_ascii=False),
+            **identity_of_classes(self.classes),
         }
 
 

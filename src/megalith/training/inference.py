@@ -28,8 +28,9 @@ from megalith.training.evaluation import evaluate
 from megalith.training.kept import KEPT_TOKENIZER, kept_tokenizer
 from megalith.training.process_group import choose_device
 from megalith.training.run_folder import open_run
-from megalith.training.state import read_train_state
+from megalith.training.state import read_class_names, read_train_state
 from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.finetune_classification import FinetuneClassification
 from megalith.training.tasks.masked_task import MaskedTask
 from megalith.training.tasks.task import AnyTask
 from megalith.training.tasks.weights import load_weights
@@ -106,7 +107,7 @@ def load_model(
         matrix_product=linear if fused_loss else inference_linear,
         fused_linear_cross_entropy=fused_loss,
     )
-    task = _task_of_run(folder, config) if task is None else task
+    task = _task_of_run(checkpoint, folder, config) if task is None else task
     with torch.device("meta"):
         model = task.build_model(options)
     load_into_(model, checkpoint, device)
@@ -149,7 +150,7 @@ def evaluate_checkpoint(
     prefixes = {"": dataset} if dataset else config.data.valid_sets
     if not prefixes:
         raise CheckpointError(f"{source} was trained without data.valid; give a dataset with --data PREFIX")
-    task, built_in = (_task_of_run(folder, config), True) if task is None else (task, False)
+    task, built_in = (_task_of_run(checkpoint, folder, config), True) if task is None else (task, False)
     held_out: dict[str, SizedSamples[Any]] = {}
     for name, prefix in prefixes.items():
         try:
@@ -195,11 +196,13 @@ def say_what_experts_drop(model: TransformerConfig, together: str) -> None:
         )
 
 
-def _task_of_run(folder: Store, config: RunConfig) -> AnyTask:
-    """Returns the built-in task with the tokenizer that the run keeps, because its training data may be gone."""
+def _task_of_run(checkpoint: Store, folder: Store, config: RunConfig) -> AnyTask:
+    """Returns the built-in task with the tokenizer and the classes that the run keeps; its data may be gone."""
     task = task_of(config)
     if isinstance(task, MaskedTask) and (kept := kept_tokenizer(folder)) is not None:
         task.use_tokenizer(kept)
+    if isinstance(task, FinetuneClassification):
+        task.use_classes(read_class_names(checkpoint), str(checkpoint))
     return task
 
 

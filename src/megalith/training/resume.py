@@ -1,6 +1,7 @@
 """Decides where a run begins: at its own newest checkpoint, at the weights of another, or from scratch."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged, step
 from megalith.checkpoint.load import load_tensors
 from megalith.checkpoint.save import STATE, save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
+from megalith.data.class_names import class_names
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import WAY_OUT, Location, Store, open_store
 from megalith.topology.agreement import agreed, broadcast, everywhere, rank
@@ -20,6 +22,8 @@ from megalith.training.tasks.weights import load_weights
 __all__ = ["Beginning", "resume_or_load", "save", "where_it_goes_on"]
 
 log = logging.getLogger(__name__)
+
+_MOST_TOLD = 10  # class names in a message
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,31 @@ def resume_or_load(run: Run) -> Beginning:
 
 def _begin(run: Run, weights: str | Store) -> Beginning:
     """Starts at step 0 with existing weights: those of ``load``, or of an imported folder."""
-    heads = load_weights(weights, run.weights(), run.chunks[0].head_names)
-    told = [f"{what}: {', '.join(names)}" for what, names in heads.items() if names]
-    lines = [
-        f"the head differs from that of {weights} ({'; '.join(told)}); missing weights are initialized from the seed"
-    ]
-    return Beginning([f"started at step 0 from the weights of {weights}, in layout {run.layout}", *lines * bool(told)])
+    classes = class_names(run.data_identity)
+    heads = load_weights(weights, run.weights(), run.chunks[0].head_names, run.task.class_heads, classes)
+    lines = [f"started at step 0 from the weights of {weights}, in layout {run.layout}"]
+    kinds = {
+        "missing": heads.missing,
+        "left out": heads.left_out,
+        f"for other classes{_listed(heads.classes)}": heads.replaced,
+    }
+    if told := [f"{what}: {', '.join(names)}" for what, names in kinds.items() if names]:
+        lines.append(
+            f"the head differs from that of {weights} ({'; '.join(told)}); what is missing or for other classes is "
+            "initialized from the seed"
+        )
+    if heads.unnamed:
+        lines.append(
+            f"{weights} has no class names, so its {', '.join(heads.unnamed)} is used for the classes of the training "
+            f"data{_listed(classes)} without comparing them"
+        )
+    return Beginning(lines)
+
+
+def _listed(classes: Sequence[str]) -> str:
+    """Returns the first ``classes`` in brackets, for a message; empty if their names are unknown."""
+    more = ["..."] if len(classes) > _MOST_TOLD else []
+    return f" ({', '.join([*classes[:_MOST_TOLD], *more])})" if classes else ""
 
 
 def _refuse_to_forget(imported: Store, damaged: dict[str, CheckpointError]) -> None:

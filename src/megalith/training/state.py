@@ -11,6 +11,7 @@ from typing import Any
 
 from megalith.checkpoint.load import read_state
 from megalith.checkpoint.save import STATE
+from megalith.data.class_names import class_names
 from megalith.errors import CheckpointError
 from megalith.optim.loss_scale import checked_loss_scale_state
 from megalith.optim.optimizer_param_scheduler import checked_scheduler_state
@@ -22,6 +23,7 @@ __all__ = [
     "SavedState",
     "TrainState",
     "checked_state",
+    "read_class_names",
     "read_saved_state",
     "read_train_state",
     "upgraded",
@@ -116,6 +118,14 @@ def read_train_state(checkpoint: Store) -> TrainState:
     content = read_state(checkpoint)
     with agreed(f"{checkpoint / STATE}"):
         return TrainState.read(JsonFields(upgraded(content)).object("train"))
+
+
+def read_class_names(checkpoint: Store) -> tuple[str, ...]:
+    """Returns the names of the classes that the model was trained on; empty if unknown. As ``read_saved_state``."""
+    content = read_state(checkpoint)
+    with agreed(f"{checkpoint / STATE}"):
+        fields = JsonFields({"data": None, **upgraded(content)})  # a new run at step 0 may have no data
+        return () if fields.is_null("data") else class_names(fields.object("data").object("identity").values)
 
 
 def checked_state(state: State) -> SavedState:

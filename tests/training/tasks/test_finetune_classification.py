@@ -1,6 +1,8 @@
 """A classifier: losses and confusion computed from its logits, from pretrained weights, in every layout."""
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from megalith.cli.evaluate import _losses
@@ -17,13 +20,16 @@ from megalith.errors import ConfigError
 from megalith.insight.report import write_report
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.build_options import BuildOptions
+from megalith.topology.agreement import all_gather
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import Evaluation, evaluate
-from megalith.training.inference import load_model
+from megalith.training.inference import evaluate_checkpoint, load_model
 from megalith.training.preflight import preflight
 from megalith.training.pretrain import pretrain
+from megalith.training.resume import resume_or_load
 from megalith.training.setup import build_run
 from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.conversion import export_model, import_model
 from megalith.training.tasks.finetune_classification import FinetuneClassification
 from megalith.training.tasks.origin import settings_from
 from tests.rank_pool import ranks
@@ -32,6 +38,7 @@ from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory, differences
 
 CLASSES = {"colour": ("red", "green"), "number": ("one", "two"), "place": ("house", "river")}
+POOLED = ("pooler.dense", "classifier.linear")
 
 
 def labelled_settings(folder: Path, **groups: Any) -> dict[str, Any]:
@@ -72,6 +79,23 @@ def test_losses_and_confusion_are_those_of_the_models_logits(tmp_path):
             name = f"confusion/{label}/{other}"
             assert counts[name] == labels.count(label)
             assert found[name].item() == list(zip(labels, taken, strict=True)).count((label, other))
+
+
+def other_classes(tree: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The settings with training data of the classes ``names``, in this order, and with a model of as many."""
+    folder = Path(tree["data"]["train"]).parent
+    prefix = folder / "-".join(names)
+    if not prefix.with_suffix(".idx").exists():
+        rows = [f"the {word},{name}" for name in names for word in ("red", "tree", "river")]
+        (folder / "other.csv").write_text("\n".join(["text,label", *rows]))
+        prepare_labelled(folder / "other.csv", prefix, folder / "text-tokenizer.json", classes=names)
+    bert = {**tree["model"]["bert"], "num_classes": len(names)}
+    return {
+        **tree,
+        "data": {**tree["data"], "train": str(prefix)},
+        "model": {**tree["model"], "bert": bert},
+        "run": str(folder / "other"),
+    }
 
 
 def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
@@ -137,6 +161,103 @@ def test_a_pretrained_encoder_is_loaded_without_its_head(parallel, tmp_path):
         assert (name in kept) != is_of_the_head
         if not is_of_the_head:
             torch.testing.assert_close(kept[name], weight, rtol=0.0, atol=1e-27)  # after a step at lr 1e-30
+
+
+def beginning(tree: dict[str, Any], world_size: int) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """What a run says before its first step, and the weights of its pooler and classifier, from all ranks."""
+    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+    lines, weights = resume_or_load(run).lines, dict[str, torch.Tensor]()
+    mine = {
+        name: (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
+        for name, weight in run.weights().items()
+        if name.startswith(("pooler", "classifier"))
+    }
+    for found in all_gather(mine):
+        weights |= found
+    return lines, weights
+
+
+@pytest.mark.parametrize(
+    ("names", "parallel", "is_new"),
+    [
+        (("colour", "place"), {}, True),
+        (("colour", "place"), {"tensor": 2}, True),
+        (("colour", "place"), {"pipeline": 2}, True),
+        (("a", "m", "z"), {"pipeline": 2}, True),
+        (("place", "number", "colour"), {"shard": 2}, True),
+        (tuple(CLASSES), {"pipeline": 2}, False),
+    ],
+)
+def test_a_classifier_of_other_classes_gives_its_encoder_and_the_classifier_is_new(names, parallel, is_new, tmp_path):
+    tree = labelled_settings(tmp_path, train={"steps": 1}, optim={"lr": 0.1})
+    ranks(1, trained, tree, 1)
+    tree = {**other_classes(tree, names), "parallel": parallel, "train": {**tree["train"], "seed": 7}}
+    num_ranks = 2 if parallel else 1
+    [(_, from_seed), *_] = ranks(num_ranks, beginning, tree, num_ranks)
+    before = load_model(tmp_path / "run").model.state_dict()
+    load = str(tmp_path / "run" / "checkpoints" / "step-00000001")
+    for lines, found in ranks(num_ranks, beginning, {**tree, "load": load}, num_ranks):
+        assert {*found} == {f"{module}.{part}" for module in POOLED for part in ("weight", "bias")}
+        for name, weight in found.items():
+            is_seeds = is_new and name.startswith("classifier")
+            assert torch.equal(weight, from_seed[name]) == is_seeds
+            assert torch.equal(weight, before[name]) != is_seeds
+        told = "(for other classes (colour, number, place): classifier); what is missing or for other classes is init"
+        assert len(lines) == 1 + is_new
+        assert not is_new or f"the head differs from that of {load} {told}ialized from the seed" in lines[1]
+
+
+def test_the_classes_of_a_hugging_face_folder_and_of_its_import_are_compared_too(tmp_path):
+    tree = labelled_settings(tmp_path, train={"steps": 1}, precision={"dtype": "float32"})
+    ranks(1, trained, tree, 1)
+    export_model(tmp_path / "run", tmp_path / "hf", with_proof=False)
+    import_model(tmp_path / "hf", tmp_path / "imported", with_proof=False)
+    before = load_model(tmp_path / "run").model.state_dict()["classifier.linear.weight"]
+    imported = str(tmp_path / "imported" / "checkpoints" / "step-00000000")
+    described = tmp_path / "hf" / "config.json"
+    for load in (str(tmp_path / "hf"), imported):
+        for names in (tuple(CLASSES), ("place", "number", "colour"), ("a", "z")):
+            [(lines, found)] = ranks(1, beginning, {**other_classes(tree, names), "load": load}, 1)
+            is_same = names == tuple(CLASSES)
+            assert torch.equal(found["classifier.linear.weight"], before) == is_same
+            assert ["for other classes (colour, number, place): classifier" in line for line in lines[1:]] == (
+                [] if is_same else [True]
+            )
+    unnamed = {str(number): f"LABEL_{number}" for number in range(3)}
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"id2label": unnamed}))
+    load = str(tmp_path / "hf")
+    [(lines, found)] = ranks(1, beginning, {**other_classes(tree, ("a", "m", "z")), "load": load}, 1)
+    assert torch.equal(found["classifier.linear.weight"], before)
+    assert lines[1] == (
+        f"{load} has no class names, so its classifier is used for the classes of the training data (a, m, z) without "
+        "comparing them"
+    )
+    [(lines, found)] = ranks(1, beginning, {**other_classes(tree, ("a", "z")), "load": load}, 1)
+    assert found["classifier.linear.weight"].shape[0] == 2
+    assert "(for other classes: classifier)" in lines[1]
+
+
+def test_evaluation_compares_with_the_classes_in_the_checkpoint(tmp_path):
+    tree = labelled_settings(tmp_path, train={"steps": 1})
+    ranks(1, trained, tree, 1)
+    swapped = other_classes(tree, ("place", "number", "colour"))["data"]["train"]
+    same = other_classes(tree, tuple(CLASSES))["data"]["train"]
+    classes = tmp_path / "labelled-classes.json"
+    for change in (
+        lambda: None,
+        lambda: classes.write_bytes(Path(f"{swapped}-classes.json").read_bytes()),
+        classes.unlink,
+    ):
+        change()
+        with pytest.raises(
+            ConfigError,
+            match=r"must be those of .*step-00000001, in the same order: colour, number, place; got place, num",
+        ):
+            evaluate_checkpoint(tmp_path / "run", swapped, None)
+        [found] = evaluate_checkpoint(tmp_path / "run", same, None)
+        assert found.classes == tuple(CLASSES)
+    with pytest.raises(ConfigError, match=r"must be those of .*: colour, number, place; got a, z; label the texts"):
+        evaluate_checkpoint(tmp_path / "run", other_classes(tree, ("a", "z"))["data"]["train"], None)
 
 
 def test_eval_and_the_report_have_the_table_of_confusion(tmp_path):

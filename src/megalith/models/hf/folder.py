@@ -79,6 +79,16 @@ class ModelFolder:
         return self.family.architecture
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of a classifier's classes, in order; empty if config.json has none, or only LABEL_0 and so on."""
+        named = self.hf_config.get("id2label")
+        if self.config.bert is None or self.config.bert.num_classes is None or not isinstance(named, dict):
+            return ()
+        numbers = range(len(named))
+        names = tuple(name for number in numbers if isinstance(name := named.get(str(number)), str))
+        return names if len(names) == len(named) and names != tuple(f"LABEL_{number}" for number in numbers) else ()
+
+    @property
     def num_positions(self) -> int:
         """[tokens] The length that the model was trained on."""
         given = self.config.max_position_embeddings or self.hf_config.get("max_position_embeddings")

@@ -49,6 +49,7 @@ class MegatronFolder:
     weights: StoredTensors
 
     architecture: ClassVar[str] = "Megatron-Core GPT"
+    class_names: ClassVar[tuple[str, ...]] = ()
     end_tokens: ClassVar[tuple[int, ...]] = ()  # only the tokenizer knows them
 
     @property

@@ -1,5 +1,6 @@
 """Fine-tunes a pretrained encoder to classify texts, from the pooled first token."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -21,6 +22,8 @@ from megalith.training.tasks.shown_text import bracketed
 
 __all__ = ["FinetuneClassification"]
 
+log = logging.getLogger(__name__)
+
 _MOST_IN_A_TABLE = 50  # classes; a measure for each pair of 1,000 would take seconds per micro-batch
 
 
@@ -35,6 +38,7 @@ class FinetuneClassification(BertTask[LabelledText]):
     """
 
     terms = MappingProxyType({"classification": 1.0})
+    class_heads = frozenset({"classifier"})
     in_brackets = "special tokens"
     counted = "texts"
 
@@ -44,6 +48,8 @@ class FinetuneClassification(BertTask[LabelledText]):
         self.num_classes = self.bert.num_classes
         if config.data.masking is not None:
             raise ConfigError("data.masking is for pretraining; bert.head=classification masks nothing; leave it out")
+        self._learned: tuple[str, ...] = ()
+        self._learned_from = config.data.train
         both = range(self.num_classes if self.num_classes <= _MOST_IN_A_TABLE else 0)
         self._confusion = [f"confusion/{label}/{taken}" for label in both for taken in both]
 
@@ -55,24 +61,35 @@ class FinetuneClassification(BertTask[LabelledText]):
     def evaluation_dataset(self, prefix: str) -> LabelledTexts:
         """Returns the texts of ``prefix``, each once.
 
-        Raises ConfigError if their classes differ from the model's, or from those of the training data if these are
-        still available.
+        Raises ConfigError if their classes differ from those of ``use_classes``, or else of the training data, or are
+        not as many as the model's.
         """
         S, vocab_size = self.config.data.seq_length, self.config.model.vocab_size
         found = LabelledTexts(prefix, self.tokenizer, S, vocab_size=vocab_size)
+        learned = self._learned or _learned_classes(self.config)
+        if not learned:
+            log.warning("the classes of %s cannot be compared with the model's, which have no names", prefix)
+        elif found.classes != learned:
+            raise ConfigError(
+                f"the classes of {prefix} must be those of {self._learned_from}, in the same order: "
+                f"{', '.join(learned[:10])}; got {', '.join(found.classes[:10])}; label the texts "
+                "together with the training texts: megalith data label FILE --valid HELD_OUT_FILE --out PREFIX "
+                "--tokenizer PATH"
+            )
         if len(found.classes) != self.num_classes:
             raise ConfigError(
                 f"model.bert.num_classes ({self.num_classes}) must be the number of classes in {prefix}, "
                 f"{len(found.classes)}: {', '.join(found.classes[:10])}; use {len(found.classes)}"
             )
-        learned = _learned_classes(self.config) or found.classes
-        if found.classes != learned:
-            raise ConfigError(
-                f"the classes of {prefix} must be those of {self.config.data.train}, in the same order: "
-                f"{', '.join(learned[:10])}; got {', '.join(found.classes[:10])}; label both files together: "
-                "megalith data label FILE --valid HELD_OUT_FILE --out PREFIX --tokenizer PATH"
-            )
         return found
+
+    def use_classes(self, names: tuple[str, ...], source: str) -> None:
+        """Makes ``names`` the classes that ``evaluation_dataset`` requires, because ``source`` was trained on them.
+
+        If they are empty, those of the training data remain.
+        """
+        if names:
+            self._learned, self._learned_from = names, source
 
     def class_names(self, dataset: SizedSamples[LabelledText]) -> Sequence[str]:
         """Returns the class names of the labels."""
@@ -111,10 +128,10 @@ class FinetuneClassification(BertTask[LabelledText]):
         return [*bracketed(tokens, is_special, self.tokenizer), f"  of class {sample.label}"]
 
 
-def _learned_classes(config: RunConfig) -> tuple[str, ...] | None:
-    """Returns the class names of a run's training data, or None if the data are no longer available."""
+def _learned_classes(config: RunConfig) -> tuple[str, ...]:
+    """Returns the class names of a run's training data; empty if the data are no longer available."""
     train = config.data.train
     try:
-        return None if train is None else Labels.read(train, IndexedDataset(train).num_documents).classes
+        return () if train is None else Labels.read(train, IndexedDataset(train).num_documents).classes
     except DataError:
-        return None
+        return ()

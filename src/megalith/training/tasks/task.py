@@ -82,12 +82,15 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         num_expert_parameters: of these, the parameters of the routed experts.
         routed_layers: the layers with experts, in all stages, by their index.
         usual_labels: how many tokens of a micro-batch a rank predicts on average, if that depends on the text.
+        class_heads: the heads of the model that score the classes named in ``data_identity``. A run that starts from a
+            model of other classes initializes them anew.
         in_brackets: what ``sample_as_text`` puts in brackets.
         counted: what the first term is a mean over, in the plural.
     """
 
     counted: str = "tokens"
     in_brackets: str = "tokens without a loss"
+    class_heads: frozenset[str] = frozenset()
     terms: Mapping[str, float]
     tokens_per_sample: int
     flops_per_sample: int

@@ -213,9 +213,20 @@ def test_an_exported_classifier_names_its_classes(tmp_path):
     config = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "hf").config
     assert config.id2label == {0: "colour", 1: "number", 2: "place"}
     assert config.label2id == {"colour": 0, "number": 1, "place": 2}
-    import_model(tmp_path / "hf", tmp_path / "back", with_proof=False)  # which does not store names
-    export_model(tmp_path / "back", tmp_path / "without", with_proof=False)
-    config = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "without").config
+    import_model(tmp_path / "hf", tmp_path / "back", with_proof=False)
+    export_model(tmp_path / "back", tmp_path / "again", with_proof=False)
+    config = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "again").config
+    assert config.id2label == {0: "colour", 1: "number", 2: "place"}
+
+
+def test_classes_without_names_are_numbered(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, num_labels=3
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", with_proof=False)
+    export_model(tmp_path / "run", tmp_path / "back", with_proof=False)
+    config = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "back").config
     assert config.id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
 
 

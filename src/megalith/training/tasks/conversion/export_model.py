@@ -1,6 +1,5 @@
 """``megalith convert export``: converts a run or one of its checkpoints to a Hugging Face model folder."""
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint.load import open_tensors, read_state
+from megalith.checkpoint.load import open_tensors
 from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.config import TransformerConfig
@@ -32,6 +31,7 @@ from megalith.storage import LocalStore, Store, new_folder
 from megalith.training.build_model import DTYPES
 from megalith.training.kept import KEPT_TOKENIZER, kept_companions, kept_tokenizer
 from megalith.training.run_folder import open_run
+from megalith.training.state import read_class_names
 from megalith.training.tasks.conversion.logit_proof import LogitProof, stored_proof
 from megalith.training.tasks.weights import is_weight
 
@@ -153,8 +153,7 @@ def _named_classes(checkpoint: Store, model: TransformerConfig) -> dict[str, Any
     """Returns a classifier's class names in the format of config.json, if the checkpoint has them."""
     if model.bert is None or model.bert.num_classes is None:
         return {}
-    identity = (read_state(checkpoint).get("data") or {}).get("identity", {})
-    names = json.loads(identity.get("classes", "[]"))  # the format of ``LabelledTexts.identity``
+    names = read_class_names(checkpoint)
     if len(names) != model.bert.num_classes:
         log.info("%s has no class names; the exported config.json calls them LABEL_0 and so on", checkpoint)
         return {}

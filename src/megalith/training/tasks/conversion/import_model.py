@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.config import load_run
+from megalith.data.class_names import identity_of_classes
 from megalith.data.tokenizer import Tokenizer
 from megalith.models.foreign import ForeignModel, foreign_model
 from megalith.models.hf import ModelFolder, open_folder
@@ -67,6 +68,7 @@ def import_model(
             folder.weights.read,
             tokenizer=tokenizer,
             companions=folder.companions(),
+            state={"data": {"identity": identity_of_classes(folder.class_names)}} if folder.class_names else None,
             about={"parameters": num_parameters, "dtype": folder.weights.dtype, "imported from": str(folder.store)},
             progress=progress,
         )
