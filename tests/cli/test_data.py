@@ -52,6 +52,25 @@ def test_it_says_what_there_is_and_what_comes_next(files, tmp_path):
     assert again.stdout.splitlines()[1:] == lines[1:]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "recipe"), [(["bert"], "bert-tiny"), (["t5"], "t5-tiny"), (["t5", "bert"], "bert-tiny"), ([], "llama-4m")]
+)
+def test_the_next_recipe_is_one_for_the_special_tokens_and_sentences(kinds, recipe, files):
+    special = [f"--special-tokens={kind}" for kind in kinds]
+    command = [*files, "--vocab-size", 400, "--key", "body", "--processes", 1, *special]
+    assert (
+        prepare(*command, "--out", "whole").stdout.splitlines()[-1] == "next: megalith train llama-4m data.train=whole"
+    )
+    said = f"next: megalith train {recipe} data.train=c"
+    for _ in ("done", "nothing to do"):
+        assert prepare(*command, "--out", "c", "--split-sentences").stdout.splitlines()[-1] == said
+    given = prepare(
+        *files, "--key", "body", "--out", "again", "--split-sentences", "--tokenizer", "c-tokenizer.json",
+        "--processes", 1,
+    )  # fmt: skip
+    assert given.stdout.splitlines()[-1] == said.replace("=c", "=again")
+
+
 def test_a_mistake_leaves_as_the_error_of_the_room(files):
     assert isinstance(prepare("gone.txt", "--out", "c", "--vocab-size", 270).exception, DataError)
     assert prepare(*files, "--out", "c", "--vocab-size", 270, "--processes", 0).exit_code == 2

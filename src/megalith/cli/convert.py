@@ -12,7 +12,7 @@ from megalith.cli.console import Announcer, Console, Progress, show_text
 
 if TYPE_CHECKING:
     from megalith.data.tokenizer import Tokenizer
-    from megalith.training.tasks.conversion import LogitProof
+    from megalith.training.tasks.conversion import Imported, LogitProof
 
 __all__ = ["app"]
 
@@ -50,13 +50,23 @@ def import_command(
 
         found = import_model(source, out, eod, with_proof=not no_proof, progress=progress)
     folder = found.folder
-    generate = "" if found.tokenizer is None else f'megalith generate {out} --prompt "Once", or '
     show_text(
         f"model      {folder.architecture}, {quantity(found.num_parameters)} parameters in {folder.weights.dtype}, "
         f"{quantity(folder.weights.num_bytes)}B\n"
         f"{_tokenizer_line(found.tokenizer)}{_proof_line(found.proof)}"
-        f"next: {generate}megalith train {out} data.train=PREFIX"
+        f"next: {', or '.join(_uses(found, out))}"
     )
+
+
+def _uses(imported: "Imported", out: Path) -> list[str]:
+    """Returns the commands that can use the model of the run ``out``."""
+    model, train = imported.folder.config, f"megalith train {out} data.train=PREFIX"
+    if model.bert is None:
+        return [train] if imported.tokenizer is None else [f'megalith generate {out} --prompt "Once"', train]
+    tune = f"megalith train classification-tiny --from {out} data.train=PREFIX model.bert.num_classes=N"
+    # evaluation needs the run's tokenizer, and no built-in task has the head for multiple choice
+    has_loss = imported.tokenizer is not None and model.bert.head != "multiple_choice"
+    return [f"megalith eval {out} --data PREFIX", tune] if has_loss else [tune]
 
 
 @app.command("export")

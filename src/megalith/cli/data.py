@@ -85,7 +85,7 @@ def prepare(
             processes=processes or _num_cores(),
             progress=show,
         )
-    show_text(_describe(summary, out))
+    show_text(_describe(summary, out, "llama-4m" if not split_sentences else _recipe_of_sentences(summary)))
 
 
 @contextmanager
@@ -112,7 +112,23 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _describe(summary: "PrepareSummary", out: Path) -> str:
+def _recipe_of_sentences(summary: "PrepareSummary") -> str:
+    """Returns the recipe for a dataset with sentences: the one whose special tokens the tokenizer has, BERT's first."""
+    from megalith.data.special_tokens import bert_tokens, t5_tokens
+    from megalith.data.tokenizer import Tokenizer
+    from megalith.errors import DataError
+
+    tokenizer = Tokenizer.load(summary.tokenizer, summary.train.eod)
+    for recipe, special_tokens in (("bert-tiny", bert_tokens), ("t5-tiny", t5_tokens)):
+        try:
+            special_tokens(tokenizer)
+        except DataError:
+            continue
+        return recipe
+    return "llama-4m"  # its text can still be read from left to right
+
+
+def _describe(summary: "PrepareSummary", out: Path, recipe: str) -> str:
     """Describes the dataset, and the command to run next."""
     lines = ["nothing to do: this command has already been run, and its files exist" if summary.was_done else "done"]
     for name, part in (("training", summary.train), ("held out", summary.valid)):
@@ -127,7 +143,7 @@ def _describe(summary: "PrepareSummary", out: Path) -> str:
         lines.append(f"{'left out':<10}{summary.train.num_skipped_files:,} binary files")
     lines.append(f"{'files':<10}" + "\n          ".join(_short(path) for path in summary.files))
     valid = "" if summary.valid_prefix is None else f" data.valid={_short(summary.valid_prefix)}"
-    return "\n".join([*lines, f"next: megalith train llama-4m data.train={out}{valid}"])
+    return "\n".join([*lines, f"next: megalith train {recipe} data.train={out}{valid}"])
 
 
 def _short(path: Path) -> str:

@@ -206,6 +206,37 @@ def test_a_roformer_that_transformers_wrote_is_fine_tuned_and_exported_in_any_la
     torch.testing.assert_close(hidden, want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["pretraining", "classification"])
+def test_the_commands_that_an_import_names_run(kind, tmp_path):
+    tree = SETTINGS[kind](tmp_path / "text", train={"steps": 1}, precision={"dtype": "float32"})
+    labelled = labelled_settings(tmp_path / "text")["data"]["train"]
+    ranks(1, train, {**tree, "run": str(tmp_path / "run")})
+    export_model(tmp_path / "run", tmp_path / "hf", with_proof=False)
+    found = here("convert", "import", tmp_path / "hf", "--out", tmp_path / "back", "--no-proof")
+    named = found.out.splitlines()[-1].removeprefix("next: ").split(", or ")
+    evaluation, tuning = (command.split()[1:] for command in named)
+    assert (evaluation[0], tuning[:2]) == ("eval", ["train", "classification-tiny"])
+    evaluated = here(*evaluation[:-1], tree["data"]["train"], "--samples", 2)
+    assert evaluated.code == 0, evaluated
+    filled = [part.replace("=PREFIX", f"={labelled}").replace("=N", "=3") for part in tuning]
+    short = ["train.steps=1", "train.global_batch_size=4", "optim.warmup_steps=0", f"data.seq_length={SEQ}"]
+    tuned = here(*filled, *short, f"run={tmp_path / 'tuned'}")
+    assert tuned.code == 0, tuned
+
+
+def test_an_import_names_only_commands_that_can_use_it(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )
+    for name in ("BertForMultipleChoice", "BertForMaskedLM"):
+        getattr(transformers, name)(config).save_pretrained(tmp_path / name)
+        run = tmp_path / f"run-{name}"
+        found = here("convert", "import", tmp_path / name, "--out", run, "--no-proof")
+        assert found.out.splitlines()[-1] == (  # without a tokenizer nothing can be evaluated
+            f"next: megalith train classification-tiny --from {run} data.train=PREFIX model.bert.num_classes=N"
+        )
+
+
 def test_an_exported_classifier_names_its_classes(tmp_path):
     tree = labelled_settings(tmp_path / "text", train={"steps": 1}, precision={"dtype": "float32"})
     ranks(1, train, {**tree, "run": str(tmp_path / "run")})
