@@ -48,3 +48,10 @@ class BertConfig(SettingsGroup):
         le=LARGEST_SIZE,
         description="[rows] of the learned position table before that of position 0; RoBERTa: 2",
     )
+
+    @property
+    def num_text_scores(self) -> int:
+        """The number of scores that the model gives a text from its pooled token; 0 without a head for that."""
+        if self.head == "pretraining":
+            return 2 if self.binary_head else 0  # in order or swapped
+        return 1 if self.num_classes is None else self.num_classes  # of a choice; of each class

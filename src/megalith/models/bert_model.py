@@ -226,10 +226,9 @@ class BertModel(LanguageModel):
         assert config.vocab_size is not None, "checked by LanguageModel"
         std, drops = config.init_method_std, bert.classifier_dropout
         if bert.head != "pretraining":
-            num_classes = 1 if bert.num_classes is None else bert.num_classes
             self.pooler = Pooler(config, self.options, bert.classifier_activation)
             self.classifier = ClassificationHead(
-                config, self.options, num_classes, config.hidden_dropout if drops is None else drops
+                config, self.options, bert.num_text_scores, config.hidden_dropout if drops is None else drops
             )
             return
         self.lm_transform = MaskedLMTransform(config, self.options)
@@ -243,7 +242,7 @@ class BertModel(LanguageModel):
         )
         if bert.binary_head:
             self.pooler = Pooler(config, self.options)
-            self.binary_head = ClassificationHead(config, self.options, 2, 0.0)
+            self.binary_head = ClassificationHead(config, self.options, bert.num_text_scores, 0.0)
 
     def _of_tokens(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Losses and hits [B, S], or logits [B, S, V] and None, from hidden states [S, B, H]."""

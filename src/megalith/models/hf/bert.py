@@ -98,6 +98,13 @@ def read_encoder(
         bert["classifier_dropout"] = dropout
     if head["head"] == "classification":
         bert["num_classes"] = len(fields.get("id2label", {0: "", 1: ""}))
+        if bert["num_classes"] < 2:
+            fields.refuse(
+                f"id2label must have at least 2 classes; got {bert['num_classes']}, and a head for regression is not "
+                "supported; to import the encoder without it: "
+                "transformers.AutoModelForMaskedLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER), and "
+                "copy tokenizer.json"
+            )
         if (problem := fields.optional("problem_type", str)) not in (None, _ONE_OF_CLASSES):
             fields.refuse(f"problem_type must be {_ONE_OF_CLASSES!r}, one class for each text; got {problem!r}")
     return {

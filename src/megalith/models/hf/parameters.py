@@ -182,11 +182,9 @@ def _bert_shapes(config: TransformerConfig) -> dict[str, Shape]:
     if bert.head == "pretraining":
         shapes |= _linear("lm_transform.dense", (H, H)) | _norm("lm_transform.norm", config) | {"lm_head.bias": (V,)}
         shapes |= {} if config.tie_word_embeddings else {"lm_head.weight": (V, H)}
-        reads_texts = {"binary_head.linear": 2} if bert.binary_head else {}
-    else:
-        reads_texts = {"classifier.linear": bert.num_classes or 1}
-    for head, num_classes in reads_texts.items():
-        shapes |= _linear("pooler.dense", (H, H)) | _linear(head, (num_classes, H))
+    if num_scores := bert.num_text_scores:
+        head = "binary_head.linear" if bert.head == "pretraining" else "classifier.linear"
+        shapes |= _linear("pooler.dense", (H, H)) | _linear(head, (num_scores, H))
     return shapes
 
 

@@ -22,8 +22,7 @@ def bert_costs(config: TransformerConfig, vocab_size: int, seq_length: int, num_
     assert config.bert is not None, "the model is a BERT"
     H, bert = config.hidden_size, config.bert
     layers = [seq_length * layer_flops(config, index, seq_length, causal=False) for index in range(config.num_layers)]
-    num_classes, predicted = (2 if bert.binary_head else 0), round(6 * num_predicted * (H * H + vocab_size * H))
-    if bert.head != "pretraining":
-        num_classes, predicted = bert.num_classes or 1, 0
-    of_texts = 6 * (H * H + num_classes * H) if num_classes else 0
+    predicted = round(6 * num_predicted * (H * H + vocab_size * H)) if bert.head == "pretraining" else 0
+    num_scores = bert.num_text_scores
+    of_texts = 6 * (H * H + num_scores * H) if num_scores else 0
     return ModelCosts(tuple(layers), embedding=0, head=predicted + of_texts)

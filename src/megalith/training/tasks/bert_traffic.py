@@ -69,13 +69,12 @@ def _other_weights(model: TransformerConfig, bert: BertConfig, stage: Stage, seq
     if not stage.has_head:
         return found
     found += [] if is_post else norm_weights(model, sequence)
-    dense, num_classes = [Weight((H, H)), Weight((H,))], bert.num_classes or 1
+    dense, num_scores = [Weight((H, H)), Weight((H,))], bert.num_text_scores
     if bert.head == "pretraining":
         assert model.vocab_size is not None, "set by preflight"
         found += [*dense, *norm_weights(model, partial=False), Weight((model.vocab_size,), split=0)]
         found += [] if model.tie_word_embeddings else [embedding_weight(model)]  # the head has the same shape
-        num_classes = 2 if bert.binary_head else 0
-    return [*found, *dense, Weight((num_classes, H)), Weight((num_classes,))] if num_classes else found
+    return [*found, *dense, Weight((num_scores, H)), Weight((num_scores,))] if num_scores else found
 
 
 def _reads_out(model: TransformerConfig) -> bool:

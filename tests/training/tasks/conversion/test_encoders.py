@@ -261,6 +261,18 @@ def test_classes_without_names_are_numbered(tmp_path):
     assert config.id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
 
 
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "RoFormer", "MegatronBert"])
+def test_a_head_for_regression_is_refused_with_a_way_to_its_encoder(kind, tmp_path):
+    sizes = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, intermediate_size=48, num_labels=1)
+    getattr(transformers, f"{kind}ForSequenceClassification")(config).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="at least 2 classes; got 1, and a head for regression is not") as refusal:
+        open_folder(tmp_path / "hf")
+    assert "transformers.AutoModelForMaskedLM.from_pretrained(FOLDER).save_pretrained(OTHER" in str(refusal.value)
+    transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "other")
+    assert open_folder(tmp_path / "other").config.bert.head == "pretraining"
+
+
 def test_a_classifier_of_theirs_is_trained_on_with_the_activation_that_it_has(tmp_path):
     config = transformers.RoFormerConfig(
         vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, num_labels=3
