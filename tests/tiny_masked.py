@@ -1,5 +1,6 @@
 """Sentences, a tokenizer with BERT's and T5's special tokens, and settings of an encoder for them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,16 @@ BERT: dict[str, Any] = {name: value for name, value in GPT2.items() if name != "
 }
 
 
-def write_sentences(folder: Path, num_documents: int = 30, seed: int = 0) -> str:
+def write_sentences(
+    folder: Path, num_documents: int = 30, seed: int = 0, special_tokens: Sequence[str] = ("bert", "t5")
+) -> str:
     """Writes a dataset of documents of 2 to 12 sentences; returns its prefix."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(num_documents):
         lines = (" ".join(random.choice(_WORDS, random.integers(2, 9))) for _ in range(random.integers(2, 13)))
         (folder / f"{number}.txt").write_text("\n".join(lines) + "\n")
-    prepare([folder], folder / "text", vocab_size=_VOCAB, split_sentences=True, special_tokens=["bert", "t5"])
+    prepare([folder], folder / "text", vocab_size=_VOCAB, split_sentences=True, special_tokens=special_tokens)
     return str(folder / "text")
 
 

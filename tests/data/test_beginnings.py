@@ -10,11 +10,12 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 from megalith.data import documents, parts
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.prepare import prepare
-from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
+from megalith.data.tokenizer import EOD, Tokenizer, train_byte_level_bpe
 from megalith.errors import ConfigError, DataError
 
 SPECIAL = {"<s>": 4, "</s>": 5, "<|user|>": 6}
 BOS = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", special_tokens=[("<s>", 4)])
+FRAME = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 4), ("</s>", 5)])
 PROMPTS = ["a b", "<s> a <|user|> b", "<|user|> c", "d </s>"]
 
 
@@ -44,6 +45,33 @@ def test_a_text_begins_with_what_the_post_processor_puts_in_front_of_it(processo
     assert tokenizer.begin == begin
     assert tokenizer.encode_prompts(["a b"]) == [[*begin, 0, 1]]
     assert tokenizer.encode("a b") == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        None,
+        processors.ByteLevel(),
+        BOS,
+        FRAME,
+        processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 5)]),
+        processors.TemplateProcessing("<|user|> <s> $A </s> <|user|>", special_tokens=[*SPECIAL.items()]),
+        processors.BertProcessing(("</s>", 5), ("<s>", 4)),
+        processors.RobertaProcessing(("</s>", 5), ("<s>", 4)),
+        processors.Sequence([processors.ByteLevel(), FRAME]),
+    ],
+)
+def test_the_frame_is_what_the_library_puts_around_a_text(processor):
+    made = content(processor)
+    tokenizer, ids = Tokenizer(made), tokenizers.Tokenizer.from_str(made.decode()).encode("a b").ids
+    assert tokenizer.frame == (ids[: ids.index(0)], ids[ids.index(1) + 1 :])
+    assert pickle.loads(pickle.dumps(tokenizer)).frame == tokenizer.frame
+    assert tokenizer.encode("a b") == [0, 1]
+
+
+def test_of_several_post_processors_the_last_one_is_outermost_and_any_that_ends_a_text_frames_it():
+    tokenizer = Tokenizer(content(processors.Sequence([FRAME, processors.BertProcessing(("d", 3), ("c", 2)), BOS])))
+    assert (tokenizer.frame, tokenizer.begin) == (([4, 2, 4], [5, 3]), ())
 
 
 TEMPLATE = json.loads(BOS.__getstate__())
@@ -161,3 +189,29 @@ def test_leaving_out_what_no_document_would_have_is_refused(settings, tmp_path, 
     given = {} if "vocab_size" in settings else {"tokenizer": "t.json"}
     with pytest.raises(ConfigError, match=r"--no-bos drops .*; leave it out"):
         prepare(["text.txt"], "c", bos=False, **(given | settings))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "single", "pair", "types"),
+    [
+        (["bert"], "[CLS]one two[SEP]", "[CLS]one two[SEP] three[SEP]", [0, 0, 0, 0, 1, 1]),
+        (["bert", "fim"], "[CLS]one two[SEP]", "[CLS]one two[SEP] three[SEP]", [0, 0, 0, 0, 1, 1]),
+        (["t5"], f"one two{EOD}", f"one two{EOD} three{EOD}", [0, 0, 0, 1, 1]),
+        (["bert", "t5"], "one two", "one two three", [0, 0, 1]),  # no template would suit both
+        ([], "one two", "one two three", [0, 0, 1]),
+    ],
+)
+def test_a_tokenizer_trained_for_a_model_frames_its_texts_only_outside_of_ours(kinds, single, pair, types, tmp_path):
+    (tmp_path / "text.txt").write_text("one two three\n" * 9)
+    made = prepare([tmp_path / "text.txt"], tmp_path / "c", vocab_size=400, special_tokens=kinds)
+    theirs = tokenizers.Tokenizer.from_file(str(made.tokenizer))
+    found = theirs.encode("one two", " three")
+    assert theirs.decode(theirs.encode("one two").ids, skip_special_tokens=False) == single
+    assert theirs.decode(found.ids, skip_special_tokens=False) == pair
+    assert found.type_ids == types
+    ours = Tokenizer.load(made.tokenizer)
+    assert ours.begin == ()
+    assert ours.encode_prompts(["one two"]) == [theirs.encode("one two", add_special_tokens=False).ids]
+    again = prepare([tmp_path / "text.txt"], tmp_path / "d", tokenizer=made.tokenizer)
+    for prefix in (made.prefix, again.prefix):
+        assert ours.decode(IndexedDataset(prefix).tokens.tolist()) == "one two three\n" * 9 + EOD

@@ -73,7 +73,7 @@ def written_companions(
     kept: Mapping[str, bytes],
     tokenizer: Tokenizer,
     num_positions: int,
-    special: Mapping[str, str],
+    fields: Mapping[str, Any],
     ids: Mapping[str, Any],
 ) -> dict[str, bytes]:
     """The files to write beside tokenizer.json in a folder that transformers loads, by name.
@@ -84,13 +84,13 @@ def written_companions(
     Args:
         kept: ``read_companions`` of the folder that the model comes from; their content is kept.
         num_positions: the rows of the model's learned position table, or else the length it was trained on, in tokens.
-        special: text of the model's special tokens, by transformers' names.
+        fields: of a new tokenizer_config.json, such as the text of the model's special tokens.
         ids: token ids for generation_config.json; {} for a model that does not generate text.
     """
     usual = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.eod_text,
-        **special,
+        **fields,
         "model_max_length": num_positions,
         "clean_up_tokenization_spaces": False,
     }

@@ -1,18 +1,28 @@
-"""The post-processor of a tokenizer.json: which tokens it prepends to a text.
+"""The post-processor of a tokenizer.json: which tokens it puts around a text.
 
 The JSON is parsed and the post-processor is not run, because the library panics on a damaged one.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["put_in_front", "without_beginning"]
+__all__ = ["frame_of", "without_beginning"]
 
 
-def put_in_front(processor: dict[str, Any]) -> list[Any]:
-    """The ids that ``processor`` prepends to a text; empty if it also appends some, as BERT's does."""
-    return [id for template in _templates(processor) for id in _ids_in_front(template)]
+def frame_of(processor: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The ids that ``processor`` puts before and after a text; a damaged one may contain other values than ids."""
+    match processor.get("type"):
+        case "Sequence":  # each processes the output of the previous one
+            frames = [frame_of(inner) for inner in processor["processors"]]
+            return [id for before, _ in reversed(frames) for id in before], [id for _, after in frames for id in after]
+        case "BertProcessing" | "RobertaProcessing":
+            return [processor["cls"][1]], [processor["sep"][1]]
+        case "TemplateProcessing":
+            single = processor["single"]
+            place = next((number for number, piece in enumerate(single) if "Sequence" in piece), 0)
+            return _ids(processor, single[:place]), _ids(processor, single[place:])
+    return [], []
 
 
 def without_beginning(content: bytes) -> bytes:
@@ -28,9 +38,8 @@ def without_beginning(content: bytes) -> bytes:
 
 
 def _templates(processor: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The templates in ``processor``, in the order of their tokens in a text."""
     if processor.get("type") == "Sequence":
-        for inner in reversed(processor["processors"]):  # each processes the output of the previous one
+        for inner in processor["processors"]:
             yield from _templates(inner)
     if processor.get("type") == "TemplateProcessing":  # other types: byte offsets, or BERT's and RoBERTa's tokens
         yield processor
@@ -43,6 +52,9 @@ def _names_in_front(template: Mapping[str, Any]) -> list[Any]:
     return [piece["SpecialToken"]["id"] for piece in in_front]
 
 
-def _ids_in_front(template: Mapping[str, Any]) -> list[Any]:
-    known = template["special_tokens"]
-    return [id for name in _names_in_front(template) for id in (known[name]["ids"] if name in known else [None])]
+def _ids(template: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> list[Any]:
+    known, names = (
+        template["special_tokens"],
+        (piece["SpecialToken"]["id"] for piece in pieces if "Sequence" not in piece),
+    )
+    return [id for name in names for id in (known[name]["ids"] if name in known else [None])]

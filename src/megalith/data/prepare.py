@@ -20,7 +20,7 @@ from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, fil
 from megalith.data.parts import Encoding, Part, Split, append_part, plan_parts, settled_fraction, training_texts
 from megalith.data.sidecar import Sidecar
 from megalith.data.sources import Sources, find_sources
-from megalith.data.special_tokens import SPECIAL_TOKENS
+from megalith.data.special_tokens import SPECIAL_TOKENS, text_frame
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 from megalith.data.workers import encode_parts
 from megalith.errors import ConfigError, DataError, StorageError
@@ -75,7 +75,7 @@ class _Job:
     key: str
     split_sentences: bool
     bos: bool
-    special_tokens: tuple[str, ...]  # for the tokenizer to be trained
+    kinds: tuple[str, ...]  # of special tokens, for the tokenizer to be trained
 
     @property
     def valid_out(self) -> Path:
@@ -90,6 +90,16 @@ class _Job:
         return ("valid", "train") if has_valid else ("train",)
 
     @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The special tokens of the tokenizer to be trained; two kinds of model may share some."""
+        return tuple(dict.fromkeys(token for kind in self.kinds for token in SPECIAL_TOKENS[kind]))
+
+    @property
+    def frame(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tokens that the tokenizer to be trained puts before and after a text in transformers."""
+        return text_frame(self.kinds)
+
+    @property
     def fingerprint(self) -> str:
         """Hash of everything that the output depends on."""
         files = [
@@ -102,6 +112,8 @@ class _Job:
             content += [self.split_sentences, self.special_tokens]
         if self.begin:  # same
             content += [self.begin]
+        if any(self.frame):  # same
+            content += [self.frame]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
@@ -142,7 +154,8 @@ def prepare(
         eod: the end-of-document token, for tokenizers without one of the usual names.
         split_sentences: write one sequence per sentence (``sentences.py``), as BERT and T5 need, not per document.
         bos: prepend ``Tokenizer.begin`` to documents, unless ``split_sentences`` is set.
-        special_tokens: add special tokens to the trained tokenizer, for "bert", "t5" or "fim".
+        special_tokens: add special tokens to the trained tokenizer, for "bert", "t5" or "fim". For one of the first
+            two, its file also tells transformers to put them around a text.
         processes: encoding processes. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: called now and then with the phase, the bytes done and the total.
 
@@ -154,12 +167,10 @@ def prepare(
     _check_tokenizer_choice(tokenizer, vocab_size, eod, special_tokens)
     sources, fraction = _find(inputs, Path(out), valid)
     out = Path(os.path.abspath(out))
-    # two kinds of model may share a token
-    special = dict.fromkeys(token for kind in special_tokens for token in SPECIAL_TOKENS[kind])
     given = None if tokenizer is None else Tokenizer.load(tokenizer, eod)
     _check_begins(given, bos=bos, split_sentences=split_sentences)
     path = _trained(out) if tokenizer is None else Path(os.path.abspath(tokenizer))
-    job = _Job(sources, out, given, path, vocab_size, fraction, key, split_sentences, bos, tuple(special))
+    job = _Job(sources, out, given, path, vocab_size, fraction, key, split_sentences, bos, tuple(special_tokens))
     folder = companion(job.out, ".parts")
     with _lock(folder, job.out):
         try:
@@ -265,7 +276,7 @@ def _settle_tokenizer(job: _Job, parts: Sequence[Part], fraction: float, path: P
         return Tokenizer.load(path)
     assert job.vocab_size is not None, "either a tokenizer or a vocabulary size is given"
     texts = _training_texts(job, parts, fraction, progress)
-    tokenizer = train_byte_level_bpe(texts, job.vocab_size, job.special_tokens)
+    tokenizer = train_byte_level_bpe(texts, job.vocab_size, job.special_tokens, job.frame)
     tokenizer.save(path)
     return tokenizer
 

@@ -1,6 +1,6 @@
 """Finds the special tokens that a task needs, by the names that published tokenizers use."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.config.model_kind import ModelKind
-from megalith.data.tokenizer import Tokenizer
+from megalith.data.tokenizer import EOD, Tokenizer
 from megalith.errors import DataError
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "fill_in_the_middle_tokens",
     "spelled",
     "t5_tokens",
+    "text_frame",
 ]
 
 _NUM_SENTINELS = 100
@@ -30,6 +31,11 @@ SPECIAL_TOKENS = MappingProxyType(
         "t5": ("<pad>", *(f"<extra_id_{number}>" for number in range(_NUM_SENTINELS))),
         "fim": ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
     }
+)
+
+# tokens of these before and after a text, where a model needs some
+_FRAMES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
+    {"bert": (("[CLS]",), ("[SEP]",)), "t5": ((), (EOD,))}
 )
 
 # BERT's and RoBERTa's names
@@ -117,6 +123,12 @@ def fill_in_the_middle_tokens(
     names = [own or name for own, name in zip(given, _FIM_NAMES[0], strict=True)]
     missing = [name for name in names if tokenizer.token_id(name) is None]
     raise _missing(tokenizer, "data.fill_in_the_middle", f"the tokens {', '.join(missing)}", "fim")
+
+
+def text_frame(kinds: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The tokens before and after a text in a tokenizer trained for ``kinds``; none if these need different ones."""
+    frames = {_FRAMES[kind] for kind in kinds if kind in _FRAMES}
+    return frames.pop() if len(frames) == 1 else ((), ())
 
 
 def spelled(tokenizer: Tokenizer, kind: ModelKind) -> dict[str, str]:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from megalith.data.post_processor import put_in_front, without_beginning
+from megalith.data.post_processor import frame_of, without_beginning
 from megalith.data.word_starts import WordStarts
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.input_file import read_regular_file
@@ -62,6 +62,8 @@ class Tokenizer:
         begin: ids of the tokens that a text begins with: the BOS token for Llama and Gemma, none for GPT-2. Tokens that
             enclose a text on both sides, such as BERT's [CLS] and [SEP], are not included.
         ends: ids of the tokens that end a text, ``eod`` first.
+        frame: ids that the file's post-processor puts before and after a text, as transformers does; encoding leaves
+            them out, because the datasets of BERT and T5 add them.
         sha256: digest of the file's bytes.
 
     Raises:
@@ -91,7 +93,9 @@ class Tokenizer:
         self.eod = self._find_eod(eod)
         special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self.num_rows = max((id for id in entries.values() if id not in special), default=-1) + 1
-        self.begin = tuple(self._post_processed() if begin is None else begin)
+        processor = self._tokenizer.post_processor
+        self.frame = ([], []) if processor is None else frame_of(json.loads(processor.__getstate__()))
+        self.begin = self._beginning() if begin is None else tuple(begin)
         self._tokenizer.post_processor = None  # it runs even without special tokens, and may drop the text
         self.num_rows = max(self.num_rows, *(id + 1 for id in (self.eod, *self.begin)))
         self.eod_text = self._tokenizer.id_to_token(self.eod)
@@ -202,16 +206,16 @@ class Tokenizer:
         build = functools.partial(Tokenizer, begin=self.begin, ends=self.ends)
         return build, (self._content, self.eod, self.name)
 
-    def _post_processed(self) -> list[int]:
+    def _beginning(self) -> tuple[int, ...]:
         """The ids that the post-processor prepends to a text, if it appends none. Raises DataError."""
-        processor = self._tokenizer.post_processor
-        begin = [] if processor is None else put_in_front(json.loads(processor.__getstate__()))
+        before, after = self.frame
+        begin = [] if after else before
         if any(type(id) is not int or not 0 <= id < self.vocab_size for id in begin) or len(begin) > _MOST_BEGINNING:
             raise DataError(
                 f"the post_processor of {self.name} must prepend at most {_MOST_BEGINNING} tokens of its vocabulary "
                 f"to a text; it prepends {begin!r:.80}; fix the file, or remove its post_processor"
             )
-        return begin
+        return tuple(begin)
 
     def _find_eod(self, wanted: str | int | None) -> int:
         names = _EOD_NAMES if wanted is None else (wanted,)
@@ -285,10 +289,16 @@ class TextStream:
         self._given = len(texts[start])
 
 
-def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
+def train_byte_level_bpe(
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str] = (),
+    frame: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> Tokenizer:
     """Trains a byte-level BPE tokenizer of at most ``vocab_size`` entries.
 
-    The vocabulary is ``<|endoftext|>`` (id 0), then ``special_tokens``, 256 bytes, and merges.
+    The vocabulary is ``<|endoftext|>`` (id 0), then ``special_tokens``, 256 bytes, and merges. ``frame`` are the tokens
+    that the file's post-processor puts before and after a text, and after a second one; see ``Tokenizer.frame``.
 
     The same texts in the same order produce an identical file. A small amount of text may yield fewer entries than
     requested. Training time is quadratic in the length of a word, so very long ones (DNA, a line of dashes) are split.
@@ -313,6 +323,11 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: 
     trained.train_from_iterator(_without_endless_words(texts), trainer)
     if (found := trained.get_vocab_size()) < vocab_size:
         log.warning("the text yields a vocabulary of %d entries; %d were requested", found, vocab_size)
+    if any(frame):
+        before, after = frame
+        single, second = [*before, "$A", *after], ["$B:1", *(f"{token}:1" for token in after)]
+        ids = [(token, trained.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
+        trained.post_processor = processors.TemplateProcessing(single, [*single, *second], ids)
     return Tokenizer(trained.to_str(pretty=True).encode())
 
 

@@ -98,12 +98,13 @@ def export_model(
         hf_config |= {name: id for name, id in token_ids(companions).items() if hf_config.get(name) is None}
         written = _without_tokenizer(companions, model)
     else:
-        special = _special(tokenizer, model)
-        ids = _token_ids(tokenizer, model, special)
+        fields = _tokenizer_fields(tokenizer, model)
+        _tell_of_frame(tokenizer, model, fields)
+        ids = _token_ids(tokenizer, model, fields)
         _check_padding(model, family, ids.get("pad_token_id"))
         hf_config |= ids
         longest = model.max_position_embeddings or num_positions
-        written = written_companions(companions, tokenizer, longest, special, {} if model.kind == "bert" else ids)
+        written = written_companions(companions, tokenizer, longest, fields, {} if model.kind == "bert" else ids)
     weights = _checked_weights(checkpoint, config.model)
     with new_folder(out) as made:
         packed, buffers = family.packed(model), buffer_shapes(model)
@@ -188,19 +189,43 @@ def _without_tokenizer(companions: Mapping[str, bytes], model: TransformerConfig
     return {name: content for name, content in companions.items() if name == GENERATION}
 
 
-def _special(tokenizer: Tokenizer, model: TransformerConfig) -> dict[str, str]:
-    """Returns the text of the special tokens of ``model``, by transformers' names."""
-    begin = {"bos_token": tokenizer.decode(tokenizer.begin)} if len(tokenizer.begin) == 1 else {}
-    return spelled(tokenizer, model.kind) | begin
+def _tokenizer_fields(tokenizer: Tokenizer, model: TransformerConfig) -> dict[str, Any]:
+    """Returns fields for a new tokenizer_config.json: the text of special tokens, and the inputs that a model reads."""
+    fields: dict[str, Any] = dict(spelled(tokenizer, model.kind))
+    if len(tokenizer.begin) == 1:
+        fields["bos_token"] = tokenizer.decode(tokenizer.begin)
+    if model.kind != "gpt":  # the default of transformers 4 has token types, that of transformers 5 has none
+        has_types = model.bert is not None and model.bert.num_token_types > 1
+        fields["model_input_names"] = ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"]
+    return fields
 
 
-def _token_ids(tokenizer: Tokenizer, model: TransformerConfig, special: Mapping[str, str]) -> dict[str, Any]:
+def _tell_of_frame(tokenizer: Tokenizer, model: TransformerConfig, fields: Mapping[str, Any]) -> None:
+    """Logs how to write a text for transformers if tokenizer.json puts other tokens around it than Megalith does."""
+    if model.kind == "bert":
+        around = [fields.get("cls_token"), fields.get("sep_token")]
+    else:
+        around = [tokenizer.decode(tokenizer.begin), tokenizer.eod_text if model.kind == "t5" else ""]
+    if None in around:
+        return
+    ours = f"{around[0]}TEXT{around[1]}"
+    theirs = "TEXT".join(map(tokenizer.decode, tokenizer.frame))
+    if theirs != ours:
+        log.info(
+            "the exported tokenizer.json makes transformers read a text as %r, but Megalith reads it as %r; write it "
+            "so by hand, with add_special_tokens=False",
+            theirs,
+            ours,
+        )
+
+
+def _token_ids(tokenizer: Tokenizer, model: TransformerConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns token ids for config.json and generation_config.json; a T5's decoder starts with the padding token."""
     ids: dict[str, Any] = {"eos_token_id": end_field(tokenizer.ends)}
-    if "bos_token" in special:
+    if "bos_token" in fields:
         ids["bos_token_id"] = tokenizer.begin[0]
-    if "pad_token" in special:
-        ids["pad_token_id"] = tokenizer.token_id(special["pad_token"])
+    if "pad_token" in fields:
+        ids["pad_token_id"] = tokenizer.token_id(fields["pad_token"])
         if model.t5 is not None:
             ids["decoder_start_token_id"] = ids["pad_token_id"]
     return ids
