@@ -103,6 +103,17 @@ def test_a_run_comes_back_from_hugging_face_bit_for_bit_and_loads_there_without_
     assert back.keys() == ours.keys() if "t5" in kind else back == pytest.approx(ours, rel=1e-6)
 
 
+def test_a_proof_does_not_pass_on_what_transformers_says_of_every_untied_t5(tmp_path, caplog, monkeypatch):
+    tree = SETTINGS["t5, a head of its own"](tmp_path / "text", train={"steps": 1}, precision={"dtype": "float32"})
+    ranks(1, train, {**tree, "run": str(tmp_path / "run")})
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for found in (export_model(tmp_path / "run", tmp_path / "hf"), import_model(tmp_path / "hf", tmp_path / "back")):
+        assert isinstance(found.proof, LogitProof)
+    assert "tied weights mapping" not in caplog.text
+    transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf")
+    assert "tied weights mapping" in caplog.text
+
+
 def test_a_roberta_of_theirs_is_proven_whatever_token_it_pads_with(tmp_path):
     torch.manual_seed(0)
     for padding in (0, 1, 5):
