@@ -1,5 +1,6 @@
 """``megalith convert``: imports and exports Hugging Face models, proves that logits match, and upcycles models."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megalith.cli.console import Announcer, Console, Progress, show_text
+from megalith.cli.console import Announcer, Console, ConsoleHandler, Progress, show_text
 
 if TYPE_CHECKING:
     from megalith.data.tokenizer import Tokenizer
@@ -147,10 +148,11 @@ def prove_command(
 
 @contextmanager
 def _progress(reading: str, then: str = _COMPARING) -> Iterator[Callable[[int, int], None]]:
-    """Shows progress on standard error for operations that take long; ``then`` is announced once all is read."""
+    """Shows log lines and the progress of long operations on standard error; ``then`` is announced once all is read."""
     from megalith.observe.units import quantity
 
     console = Console(sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
     show = Progress(console, lambda done, total: f"{quantity(done)}B of {quantity(total)}B")
     with Announcer() as announcer:
         announcer.begin(reading)
