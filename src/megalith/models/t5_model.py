@@ -265,7 +265,7 @@ class T5Model(LanguageModel):
         self._check_rows(tokens, decoder_tokens, hidden)
         _check_of_decoder(labels, decoder_attention_mask, decoder_tokens)
         self._check_split(is_split=decoder_position_ids is not None)
-        documents = self._documents(tokens, decoder_tokens, (attention_mask, decoder_attention_mask), documents, caches)
+        documents = self._documents(tokens, decoder_tokens, attention_mask, decoder_attention_mask, documents, caches)
         seen = None
         if documents is not None and decoder_tokens is not None:
             seen = documents.seen(_positions(decoder_tokens, caches, decoder_position_ids))
@@ -297,11 +297,12 @@ class T5Model(LanguageModel):
         self,
         tokens: Tensor,
         decoder_tokens: Tensor | None,
-        masks: tuple[Tensor | None, Tensor | None],
+        attention_mask: Tensor | None,
+        decoder_attention_mask: Tensor | None,
         documents: PairedDocuments | None,
         caches: Mapping[int, KVCache] | None,
     ) -> PairedDocuments | None:
-        if masks == (None, None):
+        if attention_mask is None and decoder_attention_mask is None:
             if documents is not None and caches is None:
                 self._check_documents(tokens, None, documents.encoder)
                 if decoder_tokens is not None:
@@ -314,10 +315,10 @@ class T5Model(LanguageModel):
                 "decoder_attention_mask) makes from masks of whole rows"
             )
         rows = tokens if decoder_tokens is None else decoder_tokens
-        of_rows = zip(masks, (tokens, rows), strict=True)
-        for name, mask, row in zip(("attention_mask", "decoder_attention_mask"), masks, (tokens, rows), strict=True):
+        sides = {"attention_mask": (attention_mask, tokens), "decoder_attention_mask": (decoder_attention_mask, rows)}
+        for name, (mask, row) in sides.items():
             check_mask(name, mask, row)
-        is_token = [torch.ones_like(row, dtype=torch.bool) if mask is None else mask for mask, row in of_rows]
+        is_token = [torch.ones_like(row, dtype=torch.bool) if mask is None else mask for mask, row in sides.values()]
         return PairedDocuments.from_padding(*(mask.cpu() for mask in is_token)).to(tokens.device)
 
     def _contexts(
