@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from megalith.cli import generate as command
 from megalith.config import load_run
@@ -13,7 +14,7 @@ from megalith.models.sampling import Sampling
 from megalith.models.t5_generation import generate as answer
 from megalith.training.inference import load_model
 from megalith.training.pretrain import pretrain
-from megalith.training.tasks.conversion import export_model
+from megalith.training.tasks.conversion import export_model, import_model
 from megalith.training.tasks.generation import TextSource
 from tests.program import Ended, here
 from tests.rank_pool import ranks
@@ -124,6 +125,16 @@ def test_what_writes_no_text_or_has_no_likelihood_is_refused(run, tmp_path):
     refused = generate(tmp_path / "bert")
     assert refused.code == 2
     assert "must be a GPT or a T5 to generate text; it is a model.bert, whose predictions" in refused.err
+
+
+def test_an_import_whose_tokenizer_has_an_unused_token_beyond_the_last_row_generates(run, tmp_path):
+    export_model(run, tmp_path / "hf", with_proof=False)
+    before = generate(tmp_path / "hf", "--temperature", 0)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    import_model(tmp_path / "hf", tmp_path / "back", with_proof=False)
+    assert generate(tmp_path / "back", "--temperature", 0) == before
 
 
 def test_a_tokenizer_without_sentinels_is_refused(run, tmp_path):

@@ -74,7 +74,7 @@ def write_texts(folder: Path) -> None:
     few.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     few.save(str(folder / "tokenizer.json"))
     rows = [f"{'good' if number % 2 else 'bad'} ships,{'+' if number % 2 else '-'}" for number in range(12)]
-    for name in ("reviews", "held_out"):
+    for name in ("reviews", "held_out", "more_reviews"):
         (folder / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
     question = {"context": "Once there were", "choices": [" ships", " names"], "answer": 0}
     (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")

@@ -14,7 +14,7 @@ from megalith.errors import StorageError
 from megalith.observe.progress import shortened
 from megalith.observe.units import duration
 
-__all__ = ["Announcer", "Console", "ConsoleHandler", "Progress", "say", "say_over", "show_text"]
+__all__ = ["Announcer", "Console", "ConsoleHandler", "Progress", "say", "say_over", "show_log", "show_text"]
 
 _ANNOUNCED_AFTER = 2.0  # seconds
 _IN_TERMINAL, _IN_FILE = 0.2, 10.0  # seconds between progress lines
@@ -93,6 +93,11 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Shows one record."""
         self._console.show(self.format(record))
+
+
+def show_log(console: Console) -> None:
+    """Shows what is logged in this process on ``console``, except for debug messages."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
 
 
 class Progress:

@@ -1,6 +1,5 @@
 """``megalith convert``: imports and exports Hugging Face models, proves that logits match, and upcycles models."""
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megalith.cli.console import Announcer, Console, ConsoleHandler, Progress, show_text
+from megalith.cli.console import Announcer, Console, Progress, show_log, show_text
 
 if TYPE_CHECKING:
     from megalith.data.tokenizer import Tokenizer
@@ -63,7 +62,8 @@ def _uses(imported: "Imported", out: Path) -> list[str]:
     """Returns the commands that can use the model of the run ``out``."""
     model, train = imported.folder.config, f"megalith train {out} data.train=PREFIX"
     if model.bert is None:
-        return [train] if imported.tokenizer is None else [f'megalith generate {out} --prompt "Once"', train]
+        prompt = '--prompt "Once"' if model.t5 is None else '--special-tokens --prompt "Once <extra_id_0> name."'
+        return [train] if imported.tokenizer is None else [f"megalith generate {out} {prompt}", train]
     tune = f"megalith train classification-tiny --from {out} data.train=PREFIX model.bert.num_classes=N"
     # evaluation needs the run's tokenizer, and no built-in task has the head for multiple choice
     has_loss = imported.tokenizer is not None and model.bert.head != "multiple_choice"
@@ -152,7 +152,7 @@ def _progress(reading: str, then: str = _COMPARING) -> Iterator[Callable[[int, i
     from megalith.observe.units import quantity
 
     console = Console(sys.stderr)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
+    show_log(console)
     show = Progress(console, lambda done, total: f"{quantity(done)}B of {quantity(total)}B")
     with Announcer() as announcer:
         announcer.begin(reading)

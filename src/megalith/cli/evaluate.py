@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import Announcer, Console, ConsoleHandler, Progress, show_text
+from megalith.cli.console import Announcer, Console, Progress, show_log, show_text
 
 __all__ = ["evaluate"]
 
@@ -46,7 +46,7 @@ def evaluate(
     """Measure held-out loss or accuracy, in one process, for a checkpoint written in any layout."""
     _check(data, samples, choices, tokenizer, eod)
     console = Console(sys.stderr)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
+    show_log(console)
     unit = "samples" if choices is None else "choices"
     show_progress = Progress(console, lambda done, total: f"{done:,} of {total:,} {unit}")
     with Announcer() as announcer:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import show_text
+from megalith.cli.console import Announcer, show_text
 
 __all__ = ["label"]
 
@@ -20,6 +20,14 @@ def label(
     valid: Annotated[
         Path | None, typer.Option(help="Held-out texts with the same classes, for PREFIX-valid.", metavar="FILE")
     ] = None,
+    classes_of: Annotated[
+        str | None,
+        typer.Option(
+            help="A trained classifier (run, checkpoint or Hugging Face folder) whose classes, in their order, the "
+            "texts have; by default the labels of FILE, sorted.",
+            metavar="MODEL",
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Truncate texts to this many tokens; by default none are truncated.", metavar="N")
     ] = None,
@@ -28,9 +36,10 @@ def label(
     """Tokenize texts that are each labelled with a class."""
     from megalith.data.labelled import prepare_labelled, read_labelled
 
+    classes = None if classes_of is None else _classes_of(classes_of)
     if valid is not None:  # check it before anything is written
-        read_labelled(valid, classes=read_labelled(file).classes)
-    found = prepare_labelled(file, out, tokenizer, max_tokens=max_tokens, eod=eod)
+        read_labelled(valid, classes=read_labelled(file, classes=classes).classes)
+    found = prepare_labelled(file, out, tokenizer, classes=classes, max_tokens=max_tokens, eod=eod)
     parts = [("training", found)]
     if valid is not None:
         held_out = Path(f"{out}-valid")
@@ -49,3 +58,15 @@ def label(
         f"next: megalith train classification-tiny --from RUN data.train={out}{beside} "
         f"model.bert.num_classes={len(found.classes)}"
     )
+
+
+def _classes_of(model: str) -> tuple[str, ...]:
+    """Returns the class names of a trained classifier, in order."""
+    with Announcer() as announcer:
+        announcer.begin(f"reading the classes of {model}")
+        from megalith.errors import ConfigError
+        from megalith.training.tasks.origin import classes_at
+
+        if not (found := classes_at(model)):
+            raise ConfigError(f"{model} has no class names; leave out --classes-of to use the labels of FILE, sorted")
+    return found

@@ -1,6 +1,5 @@
 """``megalith train``: trains a recipe or YAML file with dotted overrides."""
 
-import logging
 import os
 import shlex
 import signal
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megalith.cli.console import Console, ConsoleHandler, say, say_over, show_text
+from megalith.cli.console import Console, say, say_over, show_log, show_text
 from megalith.cli.recipes import complete_recipe
 from megalith.recipe_files import require_source
 from megalith.resilience.rank_link import is_supervised, tell
@@ -171,7 +170,7 @@ def _train_here(
     from megalith.training.preflight import preflight
     from megalith.training.process_group import choose_device, process_group
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
+    show_log(console)
     world_size, local_ranks = (1, range(1)) if launched is None else (launched.world_size, launched.local_ranks)
     # ranks may see different files, so they agree on whether their input is valid
     with process_group(choose_device()) if launched else nullcontext():

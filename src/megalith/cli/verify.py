@@ -1,12 +1,11 @@
 """``megalith verify``: proves on this machine that a recipe computes the same numbers as one process."""
 
-import logging
 import sys
 from typing import Annotated
 
 import typer
 
-from megalith.cli.console import Console, ConsoleHandler, show_text
+from megalith.cli.console import Console, show_log, show_text
 from megalith.cli.train import Overrides, Source
 from megalith.recipe_files import require_source
 
@@ -32,7 +31,7 @@ def verify(
     from megalith.insight.verify.verification import verify as verify_recipe
 
     console = Console(sys.stderr)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
+    show_log(console)
     try:
         found = verify_recipe(source, overrides or [], world, console.show_progress)
     finally:

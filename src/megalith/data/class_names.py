@@ -1,12 +1,13 @@
-"""The names of the classes that a classifier was trained on, as the identity of its data keeps them in checkpoints."""
+"""The names of a classifier's classes, as its data's identity keeps them in checkpoints and as messages list them."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["class_names", "identity_of_classes"]
+__all__ = ["class_names", "identity_of_classes", "listed"]
 
 _FIELD = "classes"
+_MOST_TOLD = 10
 
 
 def identity_of_classes(names: Sequence[str]) -> dict[str, str]:
@@ -21,3 +22,9 @@ def class_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
     except (TypeError, ValueError, RecursionError):  # a custom task may use the name for something else
         return ()
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first ten names for a message, and how many more there are."""
+    more = f" and {len(names) - _MOST_TOLD:,} more" if len(names) > _MOST_TOLD else ""
+    return ", ".join(names[:_MOST_TOLD]) + more

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.data.class_names import listed
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megalith.data.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ __all__ = ["CLASSES_SUFFIX", "LabelledSummary", "LabelledTable", "Labels", "prep
 _COLUMNS = {"text", "label"}
 CLASSES_SUFFIX = "-classes.json"
 _AT_ONCE = 1024  # texts that are encoded together
-_MOST_TOLD = 10  # lines or classes listed in an error message
+_MOST_TOLD = 10  # lines listed in an error message
 _LONGEST_TEXT = 2**31 - 1  # characters; the default of the csv module is 131,072
 _READERS: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
 
@@ -144,10 +145,9 @@ def read_labelled(file: str | Path, *, classes: Sequence[str] | None = None) -> 
     texts, labels = _read(Path(file))
     known = tuple(sorted(set(labels))) if classes is None else tuple(classes)
     if unknown := sorted(set(labels) - set(known)):
-        more = f" and {len(known) - _MOST_TOLD:,} more" if len(known) > _MOST_TOLD else ""
         raise DataError(
-            f"labels of {file} must be one of {', '.join(known[:_MOST_TOLD])}{more}; got {unknown[0]!r}; fix the file, "
-            "or prepare all of it as training data"
+            f"labels of {file} must be one of {listed(known)}; got {unknown[0]!r}; fix the file, or prepare all of it "
+            "as training data"
         )
     if len(known) < 2:
         raise DataError(

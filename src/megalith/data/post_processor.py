@@ -53,8 +53,6 @@ def _names_in_front(template: Mapping[str, Any]) -> list[Any]:
 
 
 def _ids(template: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> list[Any]:
-    known, names = (
-        template["special_tokens"],
-        (piece["SpecialToken"]["id"] for piece in pieces if "Sequence" not in piece),
-    )
+    known = template["special_tokens"]
+    names = [piece["SpecialToken"]["id"] for piece in pieces if "Sequence" not in piece]
     return [id for name in names for id in (known[name]["ids"] if name in known else [None])]

@@ -154,8 +154,8 @@ def prepare(
         eod: the end-of-document token, for tokenizers without one of the usual names.
         split_sentences: write one sequence per sentence (``sentences.py``), as BERT and T5 need, not per document.
         bos: prepend ``Tokenizer.begin`` to documents, unless ``split_sentences`` is set.
-        special_tokens: add special tokens to the trained tokenizer, for "bert", "t5" or "fim". For one of the first
-            two, its file also tells transformers to put them around a text.
+        special_tokens: add special tokens to the trained tokenizer, for "bert", "t5" or "fim". With "bert" or "t5",
+            but not both, its file also makes transformers add the tokens that the model expects around a text.
         processes: encoding processes. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: called now and then with the phase, the bytes done and the total.
 

@@ -63,7 +63,7 @@ class Tokenizer:
             enclose a text on both sides, such as BERT's [CLS] and [SEP], are not included.
         ends: ids of the tokens that end a text, ``eod`` first.
         frame: ids that the file's post-processor puts before and after a text, as transformers does; encoding leaves
-            them out, because the datasets of BERT and T5 add them.
+            them out, because datasets and prompts add what their model needs.
         sha256: digest of the file's bytes.
 
     Raises:

@@ -139,7 +139,7 @@ def evaluate_checkpoint(
         progress: called with the number of samples done and the total, over all datasets.
 
     Raises:
-        ConfigError: ``max_samples`` is below 1.
+        ConfigError: ``max_samples`` is below 1, or the classes of the dataset are not those of the model.
         DataError: the dataset cannot be read, was made with another tokenizer than the training data, has token ids
             beyond the model's vocabulary, or has no token with a loss.
         CheckpointError: the run has no held-out dataset, and none was given; or as ``load_model``.
@@ -154,14 +154,13 @@ def evaluate_checkpoint(
     held_out: dict[str, SizedSamples[Any]] = {}
     for name, prefix in prefixes.items():
         try:
-            held_out[name] = task.evaluation_dataset(prefix)
             if built_in:  # a custom task may read other data
                 _check_fits(IndexedDataset(prefix), folder, config)
+            held_out[name] = task.evaluation_dataset(prefix)
         except DataError as error:
             if dataset is not None:
                 raise
-            way_out = "give other data with --data PREFIX"
-            raise DataError(f"{valid_setting(name)} of {source}: {error}; {way_out}") from error
+            raise _of_own_data(error, name, source) from error
     trained = load_model(checkpoint, task)
     say_what_experts_drop(config.model, f"the {config.train.micro_batch_size} samples of a micro-batch")
     sizes = [len(each) if max_samples is None else min(max_samples, len(each)) for each in held_out.values()]
@@ -180,8 +179,11 @@ def evaluate_checkpoint(
             )
         if not found.num_tokens:
             raise DataError(f"{prefix}: none of the tokens read has a loss, so nothing can be measured; use more text")
-        of_all = found.loss, found.num_tokens, trained.step, found.means, found.counted, found.classes
-        losses.append(CheckpointLoss(name, prefix, *of_all))
+        losses.append(
+            CheckpointLoss(
+                name, prefix, found.loss, found.num_tokens, trained.step, found.means, found.counted, found.classes
+            )
+        )
     return losses
 
 
@@ -199,11 +201,16 @@ def say_what_experts_drop(model: TransformerConfig, together: str) -> None:
 def _task_of_run(checkpoint: Store, folder: Store, config: RunConfig) -> AnyTask:
     """Returns the built-in task with the tokenizer and the classes that the run keeps; its data may be gone."""
     task = task_of(config)
-    if isinstance(task, MaskedTask) and (kept := kept_tokenizer(folder)) is not None:
-        task.use_tokenizer(kept)
+    if isinstance(task, MaskedTask):
+        task.use_tokenizer_of(folder)
     if isinstance(task, FinetuneClassification):
         task.use_classes(read_class_names(checkpoint), str(checkpoint))
     return task
+
+
+def _of_own_data(error: DataError, name: str, source: str | Path) -> DataError:
+    """Returns ``error`` as that of the validation set ``name`` in the settings of the run ``source``."""
+    return DataError(f"{valid_setting(name)} of {source}: {error}; give other data with --data PREFIX")
 
 
 def _progress_of_part(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:

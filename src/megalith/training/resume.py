@@ -9,7 +9,7 @@ from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged, step
 from megalith.checkpoint.load import load_tensors
 from megalith.checkpoint.save import STATE, save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
-from megalith.data.class_names import class_names
+from megalith.data.class_names import class_names, listed
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import WAY_OUT, Location, Store, open_store
 from megalith.topology.agreement import agreed, broadcast, everywhere, rank
@@ -22,8 +22,6 @@ from megalith.training.tasks.weights import load_weights
 __all__ = ["Beginning", "resume_or_load", "save", "where_it_goes_on"]
 
 log = logging.getLogger(__name__)
-
-_MOST_TOLD = 10  # class names in a message
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def _begin(run: Run, weights: str | Store) -> Beginning:
     kinds = {
         "missing": heads.missing,
         "left out": heads.left_out,
-        f"for other classes{_listed(heads.classes)}": heads.replaced,
+        f"for other classes{_in_brackets(heads.classes)}": heads.replaced,
     }
     if told := [f"{what}: {', '.join(names)}" for what, names in kinds.items() if names]:
         lines.append(
@@ -102,16 +100,15 @@ def _begin(run: Run, weights: str | Store) -> Beginning:
         )
     if heads.unnamed:
         lines.append(
-            f"{weights} has no class names, so its {', '.join(heads.unnamed)} is used for the classes of the training "
-            f"data{_listed(classes)} without comparing them"
+            f"the {', '.join(heads.unnamed)} of {weights}{_in_brackets(heads.classes)} is used for the classes of the "
+            f"training data{_in_brackets(classes)}; they cannot be compared, because not both have names"
         )
     return Beginning(lines)
 
 
-def _listed(classes: Sequence[str]) -> str:
-    """Returns the first ``classes`` in brackets, for a message; empty if their names are unknown."""
-    more = ["..."] if len(classes) > _MOST_TOLD else []
-    return f" ({', '.join([*classes[:_MOST_TOLD], *more])})" if classes else ""
+def _in_brackets(classes: Sequence[str]) -> str:
+    """Returns ``classes`` for a message; empty if their names are unknown."""
+    return f" ({listed(classes)})" if classes else ""
 
 
 def _refuse_to_forget(imported: Store, damaged: dict[str, CheckpointError]) -> None:

@@ -32,6 +32,7 @@ from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.conversion import export_model, import_model
 from megalith.training.tasks.finetune_classification import FinetuneClassification
 from megalith.training.tasks.origin import settings_from
+from tests.program import here
 from tests.rank_pool import ranks
 from tests.tiny_masked import masked_settings
 from tests.training.on_ranks import first_steps
@@ -229,8 +230,8 @@ def test_the_classes_of_a_hugging_face_folder_and_of_its_import_are_compared_too
     [(lines, found)] = ranks(1, beginning, {**other_classes(tree, ("a", "m", "z")), "load": load}, 1)
     assert torch.equal(found["classifier.linear.weight"], before)
     assert lines[1] == (
-        f"{load} has no class names, so its classifier is used for the classes of the training data (a, m, z) without "
-        "comparing them"
+        f"the classifier of {load} is used for the classes of the training data (a, m, z); they cannot be compared, "
+        "because not both have names"
     )
     [(lines, found)] = ranks(1, beginning, {**other_classes(tree, ("a", "z")), "load": load}, 1)
     assert found["classifier.linear.weight"].shape[0] == 2
@@ -251,13 +252,34 @@ def test_evaluation_compares_with_the_classes_in_the_checkpoint(tmp_path):
         change()
         with pytest.raises(
             ConfigError,
-            match=r"must be those of .*step-00000001, in the same order: colour, number, place; got place, num",
+            match=r"must be those of .*step-00000001, in the same order: colour, number, place; got place, number, "
+            r"colour, which differ from class 0 on; label the texts again: megalith data label FILE --classes-of .*run",
         ):
             evaluate_checkpoint(tmp_path / "run", swapped, None)
         [found] = evaluate_checkpoint(tmp_path / "run", same, None)
         assert found.classes == tuple(CLASSES)
-    with pytest.raises(ConfigError, match=r"must be those of .*: colour, number, place; got a, z; label the texts"):
+    with pytest.raises(ConfigError, match=r"must be those of .*: colour, number, place; got a, z, which differ"):
         evaluate_checkpoint(tmp_path / "run", other_classes(tree, ("a", "z"))["data"]["train"], None)
+
+
+def test_texts_are_labelled_with_the_classes_of_a_trained_classifier_in_its_order(tmp_path):
+    tree = other_classes(labelled_settings(tmp_path, train={"steps": 1}), ("place", "number", "colour"))
+    ranks(1, trained, tree, 1)
+    export_model(tree["run"], tmp_path / "hf", with_proof=False)
+    (tmp_path / "more.csv").write_text("text,label\nthe red,colour\none tree,place")
+    rest = ["--tokenizer", tmp_path / "text-tokenizer.json"]
+    for number, source in enumerate((tree["run"], f"{tree['run']}/checkpoints/step-00000001", tmp_path / "hf")):
+        out = tmp_path / f"more-{number}"
+        found = here("data", "label", tmp_path / "more.csv", "--classes-of", source, "--out", out, *rest)
+        assert found.code == 0, found
+        assert "3: place, number, colour" in found.out
+        assert evaluate_checkpoint(tree["run"], str(out), None)[0].num_tokens == 2
+    described = tmp_path / "hf" / "config.json"
+    unnamed = {str(number): f"LABEL_{number}" for number in range(3)}
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"id2label": unnamed}))
+    asked = ["--classes-of", tmp_path / "hf", "--out", tmp_path / "x", *rest]
+    found = here("data", "label", tmp_path / "more.csv", *asked)
+    assert (found.code, "has no class names; leave out --classes-of" in found.err) == (2, True)
 
 
 def test_eval_and_the_report_have_the_table_of_confusion(tmp_path):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from types import MappingProxyType
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from megalith.config import RunConfig
 from megalith.data.bert_dataset import BertBatch
+from megalith.data.class_names import listed
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.labelled import Labels
 from megalith.data.labelled_dataset import LabelledDataset, LabelledText, LabelledTexts, stack_labelled_texts
@@ -49,7 +51,7 @@ class FinetuneClassification(BertTask[LabelledText]):
         if config.data.masking is not None:
             raise ConfigError("data.masking is for pretraining; bert.head=classification masks nothing; leave it out")
         self._learned: tuple[str, ...] = ()
-        self._learned_from = config.data.train
+        self._learned_from, self._label_alike = config.data.train, "TRAINING_FILE --valid FILE"
         both = range(self.num_classes if self.num_classes <= _MOST_IN_A_TABLE else 0)
         self._confusion = [f"confusion/{label}/{taken}" for label in both for taken in both]
 
@@ -71,15 +73,14 @@ class FinetuneClassification(BertTask[LabelledText]):
             log.warning("the classes of %s cannot be compared with the model's, which have no names", prefix)
         elif found.classes != learned:
             raise ConfigError(
-                f"the classes of {prefix} must be those of {self._learned_from}, in the same order: "
-                f"{', '.join(learned[:10])}; got {', '.join(found.classes[:10])}; label the texts "
-                "together with the training texts: megalith data label FILE --valid HELD_OUT_FILE --out PREFIX "
-                "--tokenizer PATH"
+                f"the classes of {prefix} must be those of {self._learned_from}, in the same order: {listed(learned)}; "
+                f"got {listed(found.classes)}, which differ from class {_first_difference(found.classes, learned)} on; "
+                f"label the texts again: megalith data label {self._label_alike} --out PREFIX --tokenizer PATH"
             )
         if len(found.classes) != self.num_classes:
             raise ConfigError(
                 f"model.bert.num_classes ({self.num_classes}) must be the number of classes in {prefix}, "
-                f"{len(found.classes)}: {', '.join(found.classes[:10])}; use {len(found.classes)}"
+                f"{len(found.classes)}: {listed(found.classes)}; use {len(found.classes)}"
             )
         return found
 
@@ -90,6 +91,7 @@ class FinetuneClassification(BertTask[LabelledText]):
         """
         if names:
             self._learned, self._learned_from = names, source
+            self._label_alike = f"FILE --classes-of {source}"
 
     def class_names(self, dataset: SizedSamples[LabelledText]) -> Sequence[str]:
         """Returns the class names of the labels."""
@@ -126,6 +128,11 @@ class FinetuneClassification(BertTask[LabelledText]):
         tokens = sample.tokens.tolist()
         is_special = [place in (0, len(tokens) - 1) for place in range(len(tokens))]
         return [*bracketed(tokens, is_special, self.tokenizer), f"  of class {sample.label}"]
+
+
+def _first_difference(names: Sequence[str], others: Sequence[str]) -> int:
+    """Returns the first index at which the names differ."""
+    return next(index for index, pair in enumerate(zip_longest(names, others)) if pair[0] != pair[1])
 
 
 def _learned_classes(config: RunConfig) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.models.language_model import hidden_dtype
 from megalith.parallel.pipeline.stages import ModelCosts
+from megalith.storage import Store
+from megalith.training.kept import kept_tokenizer
 from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.gpt_size import parameters
 from megalith.training.tasks.task import Task
@@ -52,23 +54,20 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
         self.flops_per_sample = sum(costs.layers) + costs.embedding + costs.head
         self._costs = costs
         self._tokenizer: Tokenizer | None = None
+        self._folder: Store | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer, loaded once.
 
         Raises:
-            DataError: as ``load_tokenizer``.
+            DataError: as ``load_tokenizer`` and ``kept_tokenizer``.
             ConfigError: the model has no row for one of its special tokens.
         """
-        if self._tokenizer is None:
-            self.use_tokenizer(load_tokenizer(self.config))
-        assert self._tokenizer is not None
-        return self._tokenizer
-
-    def use_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Makes ``tokenizer`` the run's. Raises ConfigError as ``tokenizer`` does."""
-        given = self.config.model.vocab_size
+        if self._tokenizer is not None:
+            return self._tokenizer
+        kept = None if self._folder is None else kept_tokenizer(self._folder)
+        tokenizer, given = load_tokenizer(self.config) if kept is None else kept, self.config.model.vocab_size
         assert given is not None, "set by preflight"
         if tokenizer.vocab_size > given:
             raise ConfigError(
@@ -76,6 +75,11 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
                 f"because model.{self.config.model.kind} reads special tokens; use {tokenizer.vocab_size}"
             )
         self._tokenizer = tokenizer
+        return tokenizer
+
+    def use_tokenizer_of(self, folder: Store) -> None:
+        """Makes ``tokenizer`` the one kept in the run's folder, if there is one: the training data may be gone."""
+        self._folder = folder
 
     def costs(self) -> ModelCosts:
         """Returns the FLOPs per row."""

@@ -1,4 +1,4 @@
-"""Settings of a run that starts from a trained model: its architecture, and where its weights are."""
+"""What is taken from a trained model: its architecture, and where its weights are; or the names of its classes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +9,22 @@ from megalith.config.settings_group import given_fields
 from megalith.models.foreign import foreign_model
 from megalith.storage import open_store
 from megalith.training.run_folder import open_run
+from megalith.training.state import read_class_names
 
-__all__ = ["settings_from", "usual_settings"]
+__all__ = ["classes_at", "settings_from", "usual_settings"]
 
 # settings of model.bert that describe the head
 _OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", "classifier_activation")
+
+
+def classes_at(location: str) -> tuple[str, ...]:
+    """Returns the class names of the model at ``location``, as in ``settings_from``; empty if it has none.
+
+    Raises CheckpointError and ConfigError as ``settings_from`` does.
+    """
+    store = open_store(location)
+    folder = foreign_model(store)
+    return read_class_names(open_run(store)[0]) if folder is None else folder.class_names
 
 
 def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
@@ -53,7 +64,7 @@ def _with_head(model: TransformerConfig, wanted: Any) -> TransformerConfig | dic
     head = {name: value for name, value in group.items() if name in _OF_HEADS}
     if "pretraining" not in (model.bert.head, head["head"]):  # a classifier keeps the activation it was trained with
         head.setdefault("classifier_activation", model.bert.classifier_activation)
-    std = {name: wanted[name] for name in ("init_method_std",) if name in wanted}
+    std = {"init_method_std": wanted["init_method_std"]} if "init_method_std" in wanted else {}
     return {**given_fields(model), **std, "bert": {**trunk, **head}}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,17 @@ def test_a_roformer_that_transformers_wrote_is_fine_tuned_and_exported_in_any_la
     with torch.no_grad():  # after a step at a learning rate of 1e-30
         hidden, want = again.base_model(tokens).last_hidden_state, theirs.base_model(tokens).last_hidden_state
     torch.testing.assert_close(hidden, want, rtol=0, atol=1e-6)
+
+
+def test_an_imported_t5_names_the_prompt_of_one_that_fills_gaps(tmp_path):
+    tree = t5_settings(tmp_path / "text", train={"steps": 1}, precision={"dtype": "float32"})
+    ranks(1, train, {**tree, "run": str(tmp_path / "run")})
+    export_model(tmp_path / "run", tmp_path / "hf", with_proof=False)
+    back = tmp_path / "back"
+    found = here("convert", "import", tmp_path / "hf", "--out", back, "--no-proof")
+    [_, *arguments] = shlex.split(found.out.splitlines()[-1].removeprefix("next: ").split(", or ")[0])
+    assert arguments == ["generate", str(back), "--special-tokens", "--prompt", "Once <extra_id_0> name."]
+    assert here(*arguments, "--max-new-tokens", 2).code == 0
 
 
 @pytest.mark.parametrize("kind", ["pretraining", "classification"])

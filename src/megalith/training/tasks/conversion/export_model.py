@@ -212,8 +212,8 @@ def _tell_of_frame(tokenizer: Tokenizer, model: TransformerConfig, fields: Mappi
     theirs = "TEXT".join(map(tokenizer.decode, tokenizer.frame))
     if theirs != ours:
         log.info(
-            "the exported tokenizer.json makes transformers read a text as %r, but Megalith reads it as %r; write it "
-            "so by hand, with add_special_tokens=False",
+            "the exported tokenizer.json makes transformers read a text as %r, but Megalith reads it as %r; to get the "
+            "latter, write these tokens into the text and pass add_special_tokens=False",
             theirs,
             ours,
         )
