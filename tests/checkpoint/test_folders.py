@@ -132,7 +132,7 @@ def test_an_old_one_that_cannot_be_removed_is_told_and_the_save_stands(tmp_path,
     assert "old checkpoints in" in caplog.text
     assert (
         f"failed to remove old checkpoints in {tmp_path}: cannot remove {tmp_path / 'step-00000001'}: permission "
-        "denied; choose" in caplog.text
+        "denied; change the permissions" in caplog.text
     )
 
 
