@@ -143,7 +143,7 @@ def test_an_export_whose_file_frames_texts_otherwise_tells_how_to_write_them(
         return
     assert told == [
         f"the exported tokenizer.json makes transformers read a text as {theirs!r}, but Megalith reads it as {ours!r}; "
-        "write it so by hand, with add_special_tokens=False"
+        "to get the latter, write these tokens into the text and pass add_special_tokens=False"
     ]
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "the red house"
