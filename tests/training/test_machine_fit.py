@@ -123,7 +123,7 @@ def test_on_gpus_each_rank_has_one_and_its_part_must_fit_there(config, monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device(half))
     check_machine(config, 2, range(2))
-    with pytest.raises(ConfigError, match=r"--nproc \(3\) must be at most the number of GPUs on this machine \(2\)"):
+    with pytest.raises(ConfigError, match="this machine has 3 ranks and 2 GPUs, but each rank needs a GPU of its own"):
         check_machine(
             config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": 3})}), 3, range(3)
         )

@@ -81,7 +81,8 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
             raise ConfigError(
-                f"--nproc ({num_local_ranks}) must be at most the number of GPUs on this machine ({num_gpus})"
+                f"this machine has {num_local_ranks} ranks and {num_gpus} GPUs, but each rank needs a GPU of its own; "
+                f"start at most {num_gpus} here (--nproc, or torchrun --nproc-per-node)"
             )
         needed, has = max(held), torch.cuda.get_device_properties(device).total_memory
         where, what, more = "on one rank", "its GPU has", "more ranks"
