@@ -64,7 +64,7 @@ def _backward(run: Runner, dy: Tensor, x: Tensor, bias: Tensor | None, activatio
 
     def formula(dy: Tensor, x: Tensor, out: list[Tensor | None]) -> tuple[Tensor, ...]:
         dx = gradient_of(dy, x, bias, activation, *out)
-        return (dx,) if bias is None else (dx, dx.sum(dim=0))
+        return (dx,) if bias is None else (dx, dx)
 
     run.widened_by_blocks(formula, (dy, x), (dx,), () if bias is None else (total,), acc=wide(x.dtype))
     return dx, total.to(dbias.dtype)

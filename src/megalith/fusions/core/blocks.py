@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith.fusions.core.rows import fresh_like
 
-__all__ = ["LARGEST_WHOLE", "Results", "blocks", "by_blocks", "extent", "widened_by_blocks"]
+__all__ = ["LARGEST_WHOLE", "Results", "add_rows_", "blocks", "by_blocks", "extent", "widened_by_blocks"]
 
 # tensors up to this many elements take the reference by default: they fit in one block
 LARGEST_WHOLE = 2**17
@@ -39,8 +39,8 @@ def by_blocks(
     """Fills ``outputs`` [T, ...] by applying ``formula`` to ``rows`` [T, ...], block by block.
 
     ``formula`` gets the block of each of ``rows`` (None stays None). It returns the block of each of ``outputs``,
-    followed by the block's contribution to each of ``sums``. The caller passes ``sums`` as zeros in float32 or wider;
-    they are for gradients of operands that all rows share.
+    followed by the block's contribution to each of ``sums``: rows to be summed, or their sum. The caller passes
+    ``sums`` [n] as zeros in float32 or wider; they are for gradients of operands that all rows share.
     """
     num_rows, widest = extent((*outputs, *rows))
     with torch.no_grad():
@@ -93,4 +93,9 @@ def _take_results(results: Results, targets: Sequence[Tensor], sums: Sequence[Te
         if result is not target:
             target.copy_(result)
     for total, result in zip(sums, results[len(targets) :], strict=True):
-        total += result
+        add_rows_(total, result)
+
+
+def add_rows_(total: Tensor, x: Tensor) -> None:
+    """Adds the sum of the rows of ``x`` [..., n], or ``x`` [n] itself, to ``total`` [n]."""
+    total += x if x.dim() == 1 else x.flatten(0, -2).sum(dim=0)

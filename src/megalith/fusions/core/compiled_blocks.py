@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from megalith.fusions.core.blocks import Results, blocks, extent
+from megalith.fusions.core.blocks import Results, add_rows_, blocks, extent
 from megalith.torch_compat import compile_apart
 
 __all__ = ["compiled_by_blocks", "compiled_whole"]
@@ -37,11 +37,13 @@ def compiled_by_blocks(
     """``blocks.by_blocks``, compiled; given ``acc``, ``blocks.widened_by_blocks``."""
     num_rows, widest = extent((*outputs, *rows))
     compute = _compiled(formula.__code__)
-    outputs, sums = _apart(outputs), _apart(sums)
+    outputs = _apart(outputs)
     with torch.no_grad():
         for block in blocks(num_rows, widest, at_once=_AT_ONCE):
             given = [None if x is None else _any_length(x[block]) for x in rows]
-            compute(formula, given, [_any_length(output[block]) for output in outputs], sums, acc)
+            addends = compute(formula, given, [_any_length(output[block]) for output in outputs], acc)
+            for total, addend in zip(sums, addends, strict=True):
+                add_rows_(total, addend)
 
 
 def compiled_whole(function: Callable[P, R]) -> Callable[P, R]:
@@ -63,9 +65,13 @@ def _compute(
     formula: Callable[..., Results],
     rows: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
-    sums: Sequence[Tensor],
     acc: torch.dtype | None,
-) -> None:
+) -> list[Tensor]:
+    """Fills ``outputs`` and returns the contributions to sums over rows.
+
+    Those sums are not compiled: the compiler's loop over rows inside a loop over columns would take twice as long as
+    the formula.
+    """
     if acc is None:
         results = formula(*rows)
     else:
@@ -73,12 +79,17 @@ def _compute(
         results = formula(*wide, [None] * len(outputs))
     for target, result in zip(outputs, results, strict=False):
         target.copy_(result)
-    for total, result in zip(sums, results[len(outputs) :], strict=True):
-        total += result
+    return [_where_written(addend, results, outputs) for addend in results[len(outputs) :]]
+
+
+def _where_written(addend: Tensor, results: Results, outputs: Sequence[Tensor]) -> Tensor:
+    """The one of ``outputs`` that holds ``addend`` unrounded, else ``addend``, which then gets memory of its own."""
+    written = zip(results, outputs, strict=False)
+    return next((y for x, y in written if x is addend and x.dtype == y.dtype), addend)
 
 
 @functools.cache
-def _compiled(_: CodeType) -> Callable[..., None]:
+def _compiled(_: CodeType) -> Callable[..., list[Tensor]]:
     """Returns a compiler private to one formula's code, so that no call checks the guards of other formulas."""
     return compile_apart(_compute)
 

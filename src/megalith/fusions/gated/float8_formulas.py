@@ -113,7 +113,8 @@ def _backward(
 
     def formula(dy: Tensor, stored: Tensor, scale: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
         gate, up = split(dequantized(stored, scale).to(acc), gating.interleaved)
-        return gradients_of(dy.to(acc), gate, up, bias, weights, gating)
+        found = gradients_of(dy.to(acc), gate, up, bias, weights, gating)
+        return found if bias is None else (*found, *found[:2])
 
     halves = split(dx, gating.interleaved)
     total = dbias.zero_().to(wide(dbias.dtype))

@@ -98,9 +98,10 @@ def gradients_of(
     gating: Gating,
     out: Sequence[Tensor | None] = (None, None),
 ) -> tuple[Tensor, ...]:
-    """Gradients of gate and up [T, F], of ``weights`` [T, 1] and of both halves of ``bias``, if given; not rounded.
+    """Gradients of gate and up [T, F], and of ``weights`` [T, 1] if given; not rounded.
 
-    All are in float32 or wider, like ``dy``. The first two are written to ``out`` if given.
+    The sums of the first two over rows are the gradients of the halves of ``bias``. All are in float32 or wider, like
+    ``dy``. The first two are written to ``out`` if given.
     """
     a, linear = given = _moved(gate, up, bias, gating)
     clamp = gating.clamp
@@ -112,16 +113,14 @@ def gradients_of(
         return activation_back(dy * linear, a, gating.activation, out[0]), dl
     dl = activate(a, gating.activation, recorded=False).mul_(dy)
     da = activation_back(dy * linear, a, gating.activation)
-    found: list[Tensor] = []
+    dw: list[Tensor] = []
     if weights is not None:
-        found.append((dl * linear).sum(dim=-1, keepdim=True))
+        dw.append((dl * linear).sum(dim=-1, keepdim=True))
         w = weights.to(a.dtype)
         da, dl = da.mul_(w), dl.mul_(w)
     if clamp != math.inf:  # like torch's clamp: the gradient is passed at the bounds and at -inf, but not at NaN
         da, dl = torch.where(given[0] <= clamp, da, 0.0), torch.where(given[1].abs() <= clamp, dl, 0.0)
-    if bias is not None:
-        found += [da.sum(dim=0), dl.sum(dim=0)]
-    return da, dl, *found
+    return da, dl, *dw
 
 
 def split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -189,9 +188,9 @@ def reference_back(
     """dx, dup, dbias and dw, each in the dtype of its tensor, and empty for operands that are None."""
     gating, acc, nothing = Gating(*options), wide(x.dtype), x.new_empty(0)
     gate, linear = halves(x, up, gating.interleaved)
-    da, dl, *rest = gradients_of(dy.to(acc), gate.to(acc), linear.to(acc), bias, weights, gating)
-    dw = nothing if weights is None else rest[0].to(weights.dtype)
-    dbias = nothing if bias is None else join(rest[-2], rest[-1], gating.interleaved).to(bias.dtype)
+    da, dl, *of_weights = gradients_of(dy.to(acc), gate.to(acc), linear.to(acc), bias, weights, gating)
+    dw = nothing if weights is None else of_weights[0].to(weights.dtype)
+    dbias = nothing if bias is None else join(da.sum(dim=0), dl.sum(dim=0), gating.interleaved).to(bias.dtype)
     if up is None:
         return join(da, dl, gating.interleaved).to(x.dtype), nothing, dbias, dw
     return da.to(x.dtype), dl.to(up.dtype), dbias, dw
@@ -224,7 +223,8 @@ def _backward(
     def formula(
         dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, out: list[Tensor | None]
     ) -> tuple[Tensor, ...]:
-        return gradients_of(dy, gate, up, bias, weights, gating, out)
+        found = gradients_of(dy, gate, up, bias, weights, gating, out)
+        return found if bias is None else (*found, *found[:2])
 
     given = *halves(x, up, gating.interleaved), weights
     outputs = [*halves(dx, None if up is None else dup, gating.interleaved), *([] if weights is None else [dw])]

@@ -112,8 +112,7 @@ def _backward(
             total, dw, db = _norm_back(dy.to(gain.dtype), h.to(gain.dtype), gain, mean, rstd)
             total = total if dh is None else total.add_(dh)
             dx = dropped(total, mask.at(tokens, sites))
-            dinput_bias = dx.sum(dim=0) if vectors[2] else dx
-            return *_wanted((dx, total), rows), *_wanted((dw, db, dinput_bias), vectors)
+            return *_wanted((dx, total), rows), *_wanted((dw, db, dx), vectors)
 
         given = dy, dh, h, mean if mean.numel() else None, rstd, *mask_rows
         run.by_blocks(formula, given, _wanted((dx, dresidual), rows), sums)
@@ -148,14 +147,16 @@ def _layer_norm_backward(
 
 
 def _norm_back(dy: Tensor, h: Tensor, gain: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, dgain [H] and dbias [H] of rows in float32 or wider; RMSNorm if ``mean`` is None, its dbias is unused."""
+    """dh of rows in float32 or wider, and what dgain and dbias [H] are the sum of, or these themselves.
+
+    RMSNorm if ``mean`` is None; its dbias is unused.
+    """
     if mean is not None:
         return _layer_norm_back(dy, h, gain, mean, rstd, [True, True, True])
     h_hat = h * rstd
     by_h_hat = dy * h_hat
-    dgain = by_h_hat.flatten(0, -2).sum(dim=0)
     dh = dy * gain - h_hat * (by_h_hat * gain).mean(dim=-1, keepdim=True)
-    return dh * rstd, dgain, dgain
+    return dh * rstd, by_h_hat, by_h_hat
 
 
 def _layer_norm_back(

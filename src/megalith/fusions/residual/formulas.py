@@ -125,7 +125,7 @@ def _backward(run: Runner, dy: Tensor, *options: Unpack[Kept]) -> tuple[Tensor, 
 
     def formula(dy: Tensor, tokens: Tensor | None, sites: Tensor | None) -> tuple[Tensor, ...]:
         dx = _drop_(dy.to(acc, copy=mask.key is not None), mask.at(tokens, sites))
-        return (*([dx] if needs[0] else []), *([dx.sum(dim=0)] if needs[1] else []))
+        return (*([dx] if needs[0] else []), *([dx] if needs[1] else []))
 
     outputs, sums = (dx,) if needs[0] else (), (total,) if needs[1] else ()
     run.by_blocks(formula, (dy, *mask_rows), outputs, sums)
