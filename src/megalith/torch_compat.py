@@ -10,7 +10,6 @@ forward_ad._current_level                   private; whether forward-mode AD is 
 torch._C._AutoDispatchBelowAutograd         private; the dispatch state in which an operator's implementation runs
 torch._C._any_requires_grad                 private; checks many operands at once
 torch.ops.mkldnn._is_mkldnn_bf16_supported  private; whether a CPU multiplies 16-bit numbers natively
-torch.cpu._is_amx_tile_supported            private; whether it does so in AMX tiles
 torch._library.triton                       private; whether wrapped kernels are launched directly
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward manually
@@ -64,7 +63,6 @@ __all__ = [
     "fake_tensors",
     "forward_mode_is_on",
     "grouped_mm",
-    "has_amx",
     "has_forward_hooks",
     "is_capturing",
     "is_intercepted",
@@ -230,11 +228,6 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     library = torch.ops.mkldnn
     is_supported = library._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else library._is_mkldnn_fp16_supported
     return bool(is_supported())
-
-
-def has_amx() -> bool:
-    """Returns whether this CPU multiplies tiles of 16-bit numbers in one instruction, as Intel's do since 2023."""
-    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def launching_directly() -> AbstractContextManager[None]:

@@ -55,6 +55,12 @@ def test_ours_and_theirs_pass_the_gate_and_are_timed_in_turns():
     assert "| nobody | not measured: KeyError" in as_markdown(measurement, {}, "today")
 
 
+@pytest.mark.usefixtures("workers")
+def test_a_bert_of_theirs_in_bfloat16_passes_the_gate():
+    theirs = "Hugging Face, bfloat16, eager"
+    assert measure("bert-step", "quick", 1, [theirs]).entries[theirs].failure is None
+
+
 def test_one_dtype_leaves_out_who_computes_in_another_but_the_base():
     case = CASES["bert-step"]
     assert contenders_of(case, None) == list(case.contenders)

@@ -1,12 +1,15 @@
-"""Attention on a CPU, under torch.compile and in bfloat16; test_fused_attention.py checks its numbers."""
+"""Attention on a CPU, compared with torch, under torch.compile, and in bfloat16; the rest is in test_fused_attention.py."""
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.fusions import fused_attention
 from megalith.fusions.attention import flash_for_cpu
 from megalith.fusions.attention.attention import attention_gradients
+from megalith.packed_seq_params import PackedSeqParams
+from tests.fusions.attention.cases_of_attention import formula
 
 
 @pytest.mark.parametrize("window", [2**30, 2], ids=["one tile", "several"])
@@ -19,15 +22,54 @@ def test_values_of_any_head_size_are_in_the_memory_that_the_compiler_is_told_of(
     torch.library.opcheck(torch.ops.megalith.attention_for_cpu.default, inputs)
 
 
-@pytest.mark.parametrize("window", [None, (100, 0)], ids=["one tile", "masked tiles"])
+# float16, shorter rows of bfloat16, and without AMX all of them, are widened
+@pytest.mark.parametrize(("dtype", "S"), [(torch.float32, 33), (torch.bfloat16, 192)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("G", [1, 2, 4])
+def test_it_is_torchs_attention_bit_for_bit(dtype, S, causal, G, monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    leaves = [torch.randn(S, 2, heads, 16).to(dtype).requires_grad_() for heads in (4, G, G)]
+    out, _ = fused_attention(*leaves, causal=causal)
+    heads_first = (x.permute(1, 2, 0, 3) for x in leaves)
+    torchs = scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True).permute(2, 0, 1, 3)
+    dout = torch.randn(out.shape).to(dtype)
+    got, want = ((y, *torch.autograd.grad(y, leaves, dout)) for y in (out, torchs))
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize(("S", "amx", "widened"), [(191, True, True), (192, True, False), (192, False, True)])
-def test_the_backward_of_bfloat16_is_that_of_float32_where_it_is_faster(S, amx, widened, window, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "has_amx", lambda: amx)
+def test_the_backward_of_bfloat16_is_that_of_float32_where_it_is_faster(S, amx, widened, monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
     q, k, v = (x.bfloat16().requires_grad_() for x in torch.randn(3, S, 2, 4, 16))
-    out, lse = fused_attention(q, k, v, window=window)
+    out, lse = fused_attention(q, k, v)
     dout = torch.randn(out.shape).bfloat16()
     saved = [x.detach().float() for x in (out, lse)]
-    exact = attention_gradients(dout.float(), q.float(), k.float(), v.float(), *saved, window=window)
+    exact = attention_gradients(dout.float(), q.float(), k.float(), v.float(), *saved)
     got = torch.autograd.grad(out, (q, k, v), dout)
     rounded = [torch.equal(x, y.bfloat16()) for x, y in zip(got, exact, strict=True)]
     assert all(rounded) if widened else not any(rounded)
+
+
+# rows of two tiles, of 256 and 44 queries or of 250 and 50, so that with AMX one tile of each row is widened
+ROWS = {
+    "window": ({"window": (100, 0)}, {"window": (100, 0)}),
+    "documents": ({"packed_seq_params": PackedSeqParams.from_lengths([[250, 50]])}, {}),
+}
+
+
+@pytest.mark.parametrize("amx", [True, False], ids=["AMX", "no AMX"])
+@pytest.mark.parametrize("name", ROWS)
+def test_gradients_of_tiles_in_bfloat16_and_float32_match_float64(name, amx, monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
+    of_ours, of_formula = ROWS[name]
+    leaves = [x.bfloat16().requires_grad_() for x in torch.randn(3, 300, 1, 2, 16)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    out, lse = fused_attention(*leaves, **of_ours)
+    parts = [slice(0, 250), slice(250, 300)] if name == "documents" else [slice(None)]
+    wanted = [formula(*(x[part] for x in exact), **of_formula) for part in parts]
+    want_out, want_lse = torch.cat([one for one, _ in wanted]), torch.cat([one for _, one in wanted], dim=-1)
+    dout, dlse = torch.randn(out.shape).bfloat16(), torch.randn(lse.shape)
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    want = torch.autograd.grad((want_out, want_lse), exact, (dout.double(), dlse.double()))
+    for a, b in zip((out, lse, *got), (want_out, want_lse, *want), strict=True):
+        assert (a.double() - b).norm() <= 6e-3 * b.norm()

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import fused_attention, sink_correction
-from megalith.fusions.attention import flash_for_cpu
 from megalith.fusions.attention.attention import FUSION
 from megalith.packed_seq_params import PackedSeqParams
 from tests.accuracy import assert_accurate
@@ -118,24 +116,6 @@ def test_head_sizes_and_lengths(backend, D, S, device):
     leaves = qkv(S, D=D, device=device)
     got = with_gradients(lambda *x: fused_attention(*x, backend=backend), leaves)
     assert_near(got, with_gradients(formula, in_double(leaves)), torch.float32)
-
-
-# float16 is widened for torch, and so is the backward of bfloat16, unless its products are fast and it is long enough
-@pytest.mark.parametrize(("dtype", "S"), [(torch.float32, 33), (torch.bfloat16, 192)], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("G", [1, 2, 4])
-def test_on_a_cpu_it_is_torchs_attention_bit_for_bit(dtype, S, causal, G, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "has_amx", lambda: True)
-    leaves = qkv(S, heads=(4, G), dtype=dtype, B=2)
-
-    def torchs(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in tensors)
-        out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-        return out.permute(2, 0, 1, 3), torch.zeros(2, 4, S)
-
-    got = with_gradients(lambda *x: fused_attention(*x, causal=causal), leaves, "out")
-    want = with_gradients(torchs, leaves, "out")
-    assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(got, want, strict=True)) if i != 1)
 
 
 @on_paths

@@ -36,6 +36,21 @@ def test_a_formula_fills_outputs_and_adds_up_sums():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_terms_of_a_sum_are_those_before_rounding(dtype):
+    x = torch.randn(11, 3, 5).to(dtype)
+    y, total = torch.empty_like(x), torch.zeros(5)
+
+    def formula(x: Tensor, out: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+        y = torch.mul(x, 1.01, out=out[0])
+        return y, y
+
+    terms = x.float() * 1.01
+    widened_by_blocks(formula, (x,), (y,), (total,), acc=torch.float32)
+    assert torch.equal(y, terms.to(dtype))
+    torch.testing.assert_close(total, terms.sum(dim=(0, 1)), rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_floats_come_widened_and_results_go_where_they_belong(dtype):
     x, index = torch.randn(11, 4).to(dtype), torch.arange(11)
     given = x.clone()

@@ -37,6 +37,20 @@ def test_a_formula_of_rows_is_compiled_once_and_adds_up_the_sums_of_all_blocks()
         torch.testing.assert_close(total, x.sum(dim=0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_terms_of_a_sum_are_those_before_rounding(dtype):
+    def formula(x: Tensor, out: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+        y = x * 1.01
+        return y, y
+
+    x = torch.randn(11, 3, 5).to(dtype)
+    y, total = torch.empty_like(x), torch.zeros(5)
+    compiled_by_blocks(formula, (x,), (y,), (total,), acc=torch.float32)
+    terms = x.float() * 1.01
+    assert torch.equal(y, terms.to(dtype))
+    torch.testing.assert_close(total, terms.sum(dim=(0, 1)), rtol=1e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     "in_parts",
     [

@@ -69,5 +69,6 @@ CASES = [
     case("bias dropout add to a float32 stream", 0.5, bias=True, residual_dtype=torch.float32),
     case("bias dropout add of a shard of features", 0.1, bias=True, feature_offset=1027),
     case("bias add", 0.0, bias=True),
+    case("bias add to a float32 stream", 0.0, bias=True, residual_dtype=torch.float32),
     case("add to a float32 stream", 0.0, residual_dtype=torch.float32),
 ]

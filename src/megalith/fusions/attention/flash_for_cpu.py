@@ -6,8 +6,8 @@ no query sees are in no tile, and cost nothing. For queries after a cache, docum
 call for each row would cost more than it saves.
 
 float16 is widened to float32: that is faster than torch's float16 kernels, which also accumulate the gradient of v in
-16 bits. The backward of bfloat16 is widened too where that is faster: torch multiplies tiny blocks there, and only with
-AMX, and from 192 queries on, when the blocks are larger, does bfloat16 gain more than their overhead.
+16 bits. The backward of bfloat16 is computed in float32 where that is faster: below 192 queries torch multiplies blocks
+of only 32 queries, and longer rows gain from bfloat16 only on a CPU with AMX (measured on x86).
 
 torch's kernels require one head size for q, k and v, and do not differentiate the log-sum-exp. Smaller heads are padded
 with zero columns. Backward adds two more columns, ones in v and dlse in dout, so that dout v^T becomes dout v^T + dlse,
@@ -25,14 +25,13 @@ from torch import Tensor
 
 from megalith.fusions.attention.formulas import GivenToBackward, Seen, operator, sink_gradient
 from megalith.fusions.core.rows import contiguous_columns, wide
-from megalith.torch_compat import has_amx
 
 __all__ = ["op"]
 
 # queries per masked tile; about the fastest of 32 to 512, for windows of 128 and 512 tokens on two cores
 _QUERIES = 256
 _NONE_SEEN = float("-inf")
-_BFLOAT16_PAYS = 192  # queries from which torch's backward multiplies larger blocks
+_MIN_BFLOAT16_QUERIES = 192  # from this many on, torch's backward multiplies larger blocks of queries
 
 
 class _Tile(NamedTuple):
@@ -169,13 +168,18 @@ def _flash_back(
     """dq, dk and dv of the queries and keys of ``tile``, in float32 or the dtype of the inputs."""
     lse, mask = tile.of_queries(lse), tile.mask
     inputs = [*map(tile.of_queries, (dout, q, out)), *map(tile.of_keys, (k, v))]
-    if q.dtype == torch.bfloat16 and (inputs[0].shape[2] < _BFLOAT16_PAYS or not has_amx()):
+    if q.dtype == torch.bfloat16 and (inputs[0].shape[2] < _MIN_BFLOAT16_QUERIES or not _has_amx()):
         inputs, mask = [x.float() for x in inputs], None if mask is None else mask.float()
     dout, q, out, k, v = inputs
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, tile.causal, attn_mask=mask, scale=scale
     )
     return dq, dk, dv
+
+
+def _has_amx() -> bool:
+    """Whether the CPU multiplies tiles of bfloat16, like Intel's Xeons since Sapphire Rapids."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 def _heads_first(x: Tensor, width: int) -> Tensor:

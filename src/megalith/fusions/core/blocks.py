@@ -40,7 +40,7 @@ def by_blocks(
 
     ``formula`` gets the block of each of ``rows`` (None stays None). It returns the block of each of ``outputs``,
     followed by the block's contribution to each of ``sums``: rows to be summed, or their sum. The caller passes
-    ``sums`` [n] as zeros in float32 or wider; they are for gradients of operands that all rows share.
+    ``sums`` [n] as zeros, integers or in float32 or wider; they are for gradients of operands that all rows share.
     """
     num_rows, widest = extent((*outputs, *rows))
     with torch.no_grad():

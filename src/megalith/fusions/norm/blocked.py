@@ -147,7 +147,7 @@ def _layer_norm_backward(
 
 
 def _norm_back(dy: Tensor, h: Tensor, gain: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dh of rows in float32 or wider, and what dgain and dbias [H] are the sum of, or these themselves.
+    """dh, and dgain and dbias, summed [H] or as one term per row [..., H]; all in float32 or wider.
 
     RMSNorm if ``mean`` is None; its dbias is unused.
     """
