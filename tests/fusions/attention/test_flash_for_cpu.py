@@ -1,4 +1,4 @@
-"""Attention on a CPU compared with torch, under torch.compile, and in bfloat16; test_fused_attention.py has the rest."""
+"""Attention on a CPU: as torch, under torch.compile, and in bfloat16; test_fused_attention.py has the rest."""
 
 import pytest
 import torch
