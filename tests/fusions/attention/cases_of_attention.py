@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.fusions import cost
-from megalith.fusions.attention.attention import CAPPED_FUSION, FUSION, fused_attention
+from megalith.fusions.attention.attention import fused_attention
+from megalith.fusions.attention.paths import CAPPED_FUSION, FUSION
 from megalith.packed_seq_params import PackedSeqParams
 from tests.fusions.harness import Case, Inputs, Results
 

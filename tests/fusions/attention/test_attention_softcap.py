@@ -8,7 +8,7 @@ import torch
 
 from megalith.errors import BackendError
 from megalith.fusions import fused_attention
-from megalith.fusions.attention.attention import CAPPED_FUSION
+from megalith.fusions.attention.paths import CAPPED_FUSION
 from megalith.fusions.core.dispatch import _tell
 from tests.fusions.attention.cases_of_attention import formula
 from tests.fusions.attention.test_fused_attention import OPTIONS, assert_near, in_double, qkv, with_gradients

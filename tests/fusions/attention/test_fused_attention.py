@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import fused_attention, sink_correction
-from megalith.fusions.attention.attention import FUSION
+from megalith.fusions.attention.paths import FUSION
 from megalith.packed_seq_params import PackedSeqParams
 from tests.accuracy import assert_accurate
 from tests.fusions.attention.cases_of_attention import formula

@@ -18,35 +18,18 @@ S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv tha
 out and lse. Minimum memory traffic: forward reads q, k, v and writes out and lse; nothing of size S x S is stored.
 """
 
-# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
-
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Unpack
-
 import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.attention.flash_for_cpu import op as flash_for_cpu
-from megalith.fusions.attention.formulas import WIDEST_HEAD, Seen, reference, reference_gradients
+from megalith.fusions.attention.paths import fusions_of
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.core.dispatch import Backend, Fusion, Operand, why_not_forward_mode
-from megalith.fusions.core.registry import registered
+from megalith.fusions.core.dispatch import Backend
 from megalith.packed_seq_params import PackedSeqParams
 
-__all__ = ["CAPPED_FUSION", "FUSION", "Attention", "attention_gradients", "fused_attention", "key_range"]
+__all__ = ["attention_gradients", "fused_attention", "key_range"]
 
 _UNBOUNDED = 2**30  # size of an unlimited side of a window; the sum of it and a position fits int32
-Attention = Callable[
-    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, float | None, int, int],
-    tuple[Tensor, Tensor],
-]
-# (dout, q, k, v, out, lse, bounds, scale, softcap, left, right) -> dq, dk, dv
-_Gradients = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, float | None, int, int],
-    tuple[Tensor, Tensor, Tensor],
-]
 
 
 def fused_attention(
@@ -94,7 +77,7 @@ def fused_attention(
     _check(q, k, v, packed_seq_params, sink)
     left, right = key_range(causal, window)
     bounds = _bounds(packed_seq_params, q, k)
-    compute = (FUSION if softcap is None else CAPPED_FUSION).path(_wider(q, v), backend)
+    compute = fusions_of(q, k, v, sink, bounds, softcap, left, right).forward.path(_wider(q, v), backend)
     return compute(q, k, v, sink, bounds, _checked_scale(q, scale, softcap), softcap, left, right)
 
 
@@ -123,7 +106,7 @@ def attention_gradients(
     _check(q, k, v, packed_seq_params, None)
     left, right = key_range(causal, window)
     bounds = _bounds(packed_seq_params, q, k)
-    compute = (_GRADIENTS if softcap is None else _CAPPED_GRADIENTS).path(_wider(q, v), backend)
+    compute = fusions_of(q, k, v, None, bounds, softcap, left, right).gradients.path(_wider(q, v), backend)
     return compute(dout, q, k, v, out, lse, bounds, _checked_scale(q, scale, softcap), softcap, left, right)
 
 
@@ -151,70 +134,9 @@ def _bounds(packed: PackedSeqParams | None, q: Tensor, k: Tensor) -> Tensor | No
     return packed.document_bounds[:, Sk - Sq : Sk].clamp(max=Sk)
 
 
-def _triton(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack[Seen]) -> tuple[Tensor, Tensor]:
-    from megalith.fusions.attention.kernels.attention import op
-
-    return op(q, k, v, sink, *seen)
-
-
-def _triton_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *seen: Unpack[Seen]
-) -> tuple[Tensor, Tensor, Tensor]:
-    from megalith.fusions.attention.kernels import attention  # noqa: F401  registers the operators
-
-    out, lse = out.contiguous(), lse.contiguous()  # the layout that forward produces and the kernels expect
-    dq, dk, dv, _ = torch.ops.megalith.attention_back(dout, None, q, k, v, None, out, lse, *seen)
-    return dq, dk, dv
-
-
-def _gradients_for_cpu(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *seen: Unpack[Seen]
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv, _ = torch.ops.megalith.attention_for_cpu_back(dout, None, q, k, v, None, out, lse, *seen)
-    return dq, dk, dv
-
-
-# no `compile`, which would materialize all scores, and no `blocked`: torch's CPU kernels work in blocks already
-_PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": flash_for_cpu, "reference": reference}
-
-
 def _wider(q: Tensor, v: Tensor) -> Tensor:
     """Returns the tensor with more columns, which decides the path."""
     return q if q.shape[-1] >= v.shape[-1] else v
-
-
-def _why_not_triton(x: Operand) -> str | None:
-    if isinstance(x, Tensor) and x.shape[-1] > WIDEST_HEAD:  # explain() passes no tensor
-        return f"its kernels support a head size of at most {WIDEST_HEAD}; got {x.shape[-1]}"
-    return None
-
-
-def _why_not_aten(x: Operand) -> str | None:
-    if x.device.type != "cpu":
-        return f"torch's kernels on {x.device.type} have no gradient for the log-sum-exp"
-    return why_not_forward_mode()  # torch's CPU kernels are called inside an operator of ours
-
-
-def _why_not_aten_softcap(x: Operand) -> str:
-    return "torch's kernels do not support softcap; the full S x S scores of each head are in memory"
-
-
-def _without_aten(fusion: Fusion[Any]) -> Fusion[Any]:
-    """``fusion`` for capped scores."""
-    paths: dict[Backend, Any] = {name: path for name, path in fusion.paths.items() if name != "aten"}
-    return replace(fusion, paths=paths, limits={**_LIMITS, "aten": _why_not_aten_softcap})
-
-
-_LIMITS: Mapping[Backend, Callable[[Operand], str | None]] = {"triton": _why_not_triton, "aten": _why_not_aten}
-FUSION = registered(Fusion("attention", _PATHS, _LIMITS, defaults={"cuda": ("triton",), "cpu": ("aten",)}))
-_GRADIENTS = Fusion[_Gradients](
-    "attention",
-    {"triton": _triton_gradients, "aten": _gradients_for_cpu, "reference": reference_gradients},
-    _LIMITS,
-    defaults=FUSION.defaults,
-)
-CAPPED_FUSION: Fusion[Attention] = _without_aten(FUSION)
-_CAPPED_GRADIENTS: Fusion[_Gradients] = _without_aten(_GRADIENTS)
 
 
 def _checked_scale(q: Tensor, scale: float | None, softcap: float | None) -> float:
