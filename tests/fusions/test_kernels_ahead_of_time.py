@@ -40,6 +40,7 @@ OF_LARGE_MEMORY = [
     "rms norm",
     "layer norm",
     "add and layer norm, float32 residual",
+    "grouped matmul",
 ]
 LARGE = 227 << 10  # bytes
 
@@ -48,7 +49,7 @@ LARGE = 227 << 10  # bytes
 def large_memory() -> Iterator[None]:
     """Simulates a GPU with the shared memory of an H100."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("attention.kernels.attention_tiles", "norm.kernels.add_norm"):
+        for module in ("attention.kernels.attention_tiles", "norm.kernels.add_norm", "experts.kernels.grouped_matmul"):
             patch.setattr(f"megalith.fusions.{module}.has_large_memory", lambda _: True)
         yield
 
@@ -98,7 +99,7 @@ def test_what_is_taken_where_there_is_much_shared_memory_fits_and_spills_nothing
 def test_wide_rows_of_a_norm_are_not_loaded_ahead_as_three_of_them_would_not_fit():
     assert without_interpreter(launched_for_large_memory) == {
         "_forward_kernel": [128, 64, 3],
-        "_keys_kernel": [32, 64, 2],
+        "_keys_kernel": [32, 64, 3],
         "_queries_kernel": [128, 32, 3],
         "norm of 4096": [3],
         "norm of 8192": [1],

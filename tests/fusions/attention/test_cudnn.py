@@ -11,6 +11,7 @@ from megalith.fusions.attention import cudnn
 from megalith.fusions.attention.attention import attention_gradients
 from megalith.fusions.attention.formulas import reference, reference_gradients
 from megalith.fusions.attention.paths import CUDNN_FUSION, FUSION, fusions_of
+from megalith.fusions.core.devices import is_hopper
 from tests.fusions.attention.cases_of_attention import formula
 
 ON_GPU = torch.cuda.is_available()
@@ -47,13 +48,12 @@ def backward_on_cpu(dout, q, k, v, out, lse, seed, offset, bias, start_q, start_
 def called(monkeypatch) -> list[str]:
     """The calls of torch's operators, outside deterministic mode, in which backward makes none."""
     names: list[str] = []
-    for name, stand_in in (("", forward_on_cpu), ("_backward", backward_on_cpu)):
-        name = f"_scaled_dot_product_cudnn_attention{name}"
-        kernel = getattr(torch.ops.aten, name) if ON_GPU else stand_in
+    for name, stand_in in (("_FORWARD", forward_on_cpu), ("_BACKWARD", backward_on_cpu)):
+        kernel = getattr(cudnn, name) if ON_GPU else stand_in
         monkeypatch.setattr(
-            torch.ops.aten, name, lambda *args, _k=kernel, _n=name, **named: names.append(_n) or _k(*args, **named)
+            cudnn, name, lambda *args, _k=kernel, _n=name, **named: names.append(_n) or _k(*args, **named)
         )
-    if ON_GPU and not cudnn._is_on(torch.empty(0, device="cuda").device):
+    if ON_GPU and not (is_hopper(torch.empty(0, device="cuda").device) and cudnn._is_there()):
         pytest.skip("cuDNN's kernels are not used on this GPU")
     torch.use_deterministic_algorithms(False)
     return names
@@ -118,7 +118,7 @@ def test_deterministic_mode_takes_our_backward(device, called):
     torch.use_deterministic_algorithms(True)
     out, _ = computed(leaves, causal)
     torch.autograd.grad(out, leaves, dout)
-    assert called == ["_scaled_dot_product_cudnn_attention"]
+    assert called == ["_FORWARD"]
 
 
 @needs_gpu
@@ -181,7 +181,8 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_it_takes_what_cudnn_computes_faster(name, monkeypatch):
-    monkeypatch.setattr(cudnn, "_is_on", lambda device: True)
+    monkeypatch.setattr(cudnn, "is_hopper", lambda device: True)
+    monkeypatch.setattr(cudnn, "_is_there", lambda: True)
     change, takes = TAKEN[name]
     device, dtype = change.get("device", "cuda"), change.get("dtype", torch.bfloat16)
     q, k, v = (on(device, *change.get(key, usual), dtype=dtype) for key, usual in (("q", Q), ("k", K), ("v", K)))
@@ -196,25 +197,11 @@ def test_it_takes_what_cudnn_computes_faster(name, monkeypatch):
             assert chosen.choose(q) == "triton"
 
 
-@pytest.mark.parametrize(
-    ("capability", "version", "hip", "initialized", "used"),
-    [
-        ((9, 0), 91900, None, True, True),
-        ((9, 0), 91200, None, True, False),
-        ((9, 0), None, None, True, False),
-        ((8, 0), 91900, None, True, False),
-        ((10, 0), 91900, None, True, False),
-        ((9, 0), 91900, "7.0", True, False),
-        ((9, 0), 91900, None, False, False),
-    ],
-)
-def test_it_is_used_on_the_gpus_where_it_was_measured(capability, version, hip, initialized, used, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+@pytest.mark.parametrize(("version", "is_there"), [(91900, True), (91200, False), (None, False)])
+def test_an_older_cudnn_is_not_used(version, is_there, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: version is not None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    assert cudnn._is_on(torch.device("cuda", 0)) is used
+    assert cudnn._is_there() is is_there
 
 
 def test_the_path_says_which_calls_it_takes_on_a_gpu():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megalith.fusions.core.devices import has_large_memory
+from megalith.fusions.core.devices import has_large_memory, is_hopper
 from megalith.fusions.core.registration import Operator, register_without_gradient
 
 
@@ -111,3 +111,26 @@ def test_large_memory_is_that_of_an_h100_and_a_trace_has_none(kibibytes, hip, in
     monkeypatch.setattr(torch.version, "hip", hip)
     assert has_large_memory(on("cuda:0")) is is_large
     assert has_large_memory(on("cpu")) is False
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "initialized", "expected"),
+    [
+        ((9, 0), None, True, True),
+        ((8, 0), None, True, False),
+        ((10, 0), None, True, False),
+        ((9, 0), "7.0", True, False),
+        ((9, 0), None, False, False),
+    ],
+)
+def test_hopper_is_an_nvidia_gpu_that_is_there(capability, hip, initialized, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert is_hopper(torch.device("cuda", 0)) is expected
+    assert is_hopper(torch.device("cpu")) is False
+
+
+def test_torch_compile_takes_a_query_of_the_device_as_constant():
+    doubled = torch.compile(lambda x: x if is_hopper(x.device) else 2 * x, fullgraph=True, backend="eager")
+    assert torch.equal(doubled(torch.ones(3)), torch.full((3,), 2.0))

@@ -9,6 +9,10 @@ from torch import Tensor
 from megalith import fusions
 from megalith.errors import BackendError, ShapeError
 from megalith.fusions import grouped_matmul
+from megalith.fusions.core import dispatch
+from megalith.fusions.core.devices import is_hopper
+from megalith.fusions.experts.grouped_matmul import FUSION, _Sizes
+from megalith.fusions.experts.kernels.clear_rows import clear_after_
 from tests.accuracy import assert_accurate
 from tests.fusions.experts.cases_of_grouped_matmul import formula
 from tests.fusions.observe import operator_calls, saved_bytes
@@ -16,7 +20,9 @@ from tests.kernel_reports import in_interpreter, traffic
 
 E, H, F = 3, 8, 16  # aligned for torch's operator
 NAN, INF = float("nan"), float("inf")
-PATHS = ("triton", "aten", "blocked", "reference")
+ON_GPU = torch.cuda.is_available()
+# on a GPU torch's operator takes bfloat16 only; test_every_fusion.py has that
+PATHS = ("triton", *(() if ON_GPU else ("aten",)), "blocked", "reference")
 on_every_path = pytest.mark.parametrize("path", PATHS)
 
 
@@ -125,7 +131,7 @@ def test_experts_of_many_tiles_and_sizes_that_no_block_divides(path, dtype, devi
         assert_accurate(value.detach(), expected.detach(), terms)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][ON_GPU:])
 def test_rows_that_begin_anywhere_and_repeat_are_taken_by_torchs_operator(dtype, device):
     x, weight = example(5, device, dtype)
     sizes = sizes_of(2, 0, 2, device=device)
@@ -155,13 +161,38 @@ def test_on_a_cpu_torchs_operator_is_the_default_where_it_can_run_and_else_the_l
     assert "grouped_matmul_blocked" in path_taken(x[:, :4].half(), weight[:, :, :4].half(), sizes)
     with pytest.raises(BackendError, match=r"multiples of 4; got 6 and 16; use .*blocked"):
         grouped_matmul(x[:, :6], weight[:, :, :6], sizes, backend="aten")
-    with pytest.raises(BackendError, match=r"float32, bfloat16 and float16; got torch.float64"):
+    with pytest.raises(BackendError, match=r"float32, bfloat16, float16; got torch.float64"):
         grouped_matmul(x.double(), weight.double(), sizes, backend="aten")
     with fusions.use("aten"):
         assert "grouped_matmul_blocked" in path_taken(x[:, :6], weight[:, :, :6], sizes)
 
 
-@pytest.mark.parametrize("path", ["triton", "aten", "blocked"])
+def default_on_a_gpu(dtype: torch.dtype = torch.bfloat16, F: int = F, E: int = E) -> str:
+    return FUSION.default(_Sizes(torch.device("cuda", 0), dtype, 4, H, F, E))
+
+
+def test_on_a_hopper_gpu_torchs_operator_is_the_default_where_it_does_not_wait_for_the_gpu(monkeypatch):
+    assert default_on_a_gpu() == ("aten" if is_hopper(torch.device("cuda", 0)) else "triton")
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
+    assert default_on_a_gpu() == "aten"
+    assert default_on_a_gpu(dtype=torch.float16) == "triton"
+    assert default_on_a_gpu(F=12) == "triton"
+    assert default_on_a_gpu(E=1024) == "triton"
+    with pytest.raises(BackendError, match=r"on cuda torch's operator supports bfloat16; got torch\.float32"):
+        FUSION.path(_Sizes(torch.device("cuda", 0), torch.float32, 4, H, F, E), "aten")
+    with pytest.raises(BackendError, match="at most 1023 experts; got 1024"):
+        FUSION.path(_Sizes(torch.device("cuda", 0), torch.bfloat16, 4, H, F, 1024), "aten")
+
+
+@pytest.mark.parametrize("end", [0, 5, 16, 40])
+def test_rows_after_the_last_expert_are_cleared_and_others_are_not_read(end, device):
+    y = torch.full((40, 600), NAN, device=device)
+    y[:end] = 1.0
+    clear_after_(y, sizes_of(0, end, device=device))
+    assert y.equal((torch.arange(40, device=device) < end).to(y.dtype).unsqueeze(1).expand(40, 600))
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "reference"])
 def test_only_gradients_that_are_wanted_are_made(path, device):
     x, weight = example(5, device)
     sizes = sizes_of(2, 2, 1, device=device)
@@ -172,7 +203,7 @@ def test_only_gradients_that_are_wanted_are_made(path, device):
     assert dweight.equal(want[1])
 
 
-@pytest.mark.parametrize("path", ["triton", "aten", "blocked"])
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "reference"])
 def test_its_operands_and_nothing_else_are_kept(path, device):
     x, weight = example(5, device)
     sizes = sizes_of(2, 2, 1, device=device)

@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.attention.formulas import OPERATOR, GivenToBackward, Seen
+from megalith.fusions.core.devices import is_hopper
 from megalith.fusions.core.rows import contiguous_columns
 
 __all__ = ["op", "takes"]
 
-_CAPABILITY, _VERSION = (9, 0), 91900  # the GPUs and the oldest cuDNN on which this was measured
+_VERSION = 91900  # the oldest one on which this was measured
 _WIDEST_HEAD = 256
 _COLUMNS = 8  # head sizes must be multiples of this
 _LENGTHS = 256  # shorter rows gain nothing
+_FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention
+_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bounds: Tensor | None, left: int, right: int) -> bool:
@@ -33,7 +36,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bounds: Tensor |
     (Sq, _, _, D), Sk, Dv = q.shape, k.shape[0], v.shape[-1]
     if Sq % _LENGTHS or Sk % _LENGTHS or D % _COLUMNS or Dv % _COLUMNS or max(D, Dv) > _WIDEST_HEAD:
         return False
-    return _is_causal(Sq, Sk, left, right) is not None and _is_on(q.device)
+    return _is_causal(Sq, Sk, left, right) is not None and is_hopper(q.device) and _is_there()
 
 
 def _is_causal(Sq: int, Sk: int, left: int, right: int) -> bool | None:
@@ -43,20 +46,15 @@ def _is_causal(Sq: int, Sk: int, left: int, right: int) -> bool | None:
     return False if right >= Sq - 1 else True if right == 0 and Sq == Sk else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # these queries cannot be traced
-def _is_on(device: torch.device) -> bool:
-    """Whether ``device`` has a GPU and a cuDNN on which this was measured; before CUDA is initialized, no."""
-    if torch.version.hip is not None or not torch.cuda.is_initialized() or not torch.backends.cudnn.is_available():
-        return False
-    return (torch.backends.cudnn.version() or 0) >= _VERSION and torch.cuda.get_device_capability(device) == _CAPABILITY
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile cannot trace these queries
+def _is_there() -> bool:
+    return torch.backends.cudnn.is_available() and (torch.backends.cudnn.version() or 0) >= _VERSION
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, *seen: Unpack[Seen]) -> tuple[Tensor, Tensor]:
     given = Seen(*seen)
     causal = bool(_is_causal(q.shape[0], k.shape[0], given.left, given.right))
-    out, lse, *_statistics = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *map(_heads_first, (q, k, v)), None, True, 0.0, causal, False, scale=given.scale
-    )
+    out, lse, *_statistics = _FORWARD(*map(_heads_first, (q, k, v)), None, True, 0.0, causal, False, scale=given.scale)
     out = out.permute(2, 0, 1, 3).contiguous()  # it has the memory layout of q already
     view = torch.ops.aten._unsafe_view.default  # not tracked as a view, which could not be written into
     return view(out, out.shape), view(lse, lse.shape[:3])
@@ -72,7 +70,7 @@ def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor,
         return kernels.back.implementation(*saved)
     seed = offset = q.new_empty((), dtype=torch.int64)  # of dropout, of which there is none
     causal = bool(_is_causal(q.shape[0], k.shape[0], given.left, given.right))
-    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    gradients = _BACKWARD(
         *map(_heads_first, (dout, q, k, v, given.out)), given.lse.contiguous().unsqueeze(-1),
         seed, offset, None, None, None, q.shape[0], k.shape[0], 0.0, causal, scale=given.scale,
     )  # fmt: skip

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["has_large_memory", "on_the_device_of_its_tensors"]
+__all__ = ["has_large_memory", "is_hopper", "on_the_device_of_its_tensors"]
 
 Y = TypeVar("Y")
 _LARGE_MEMORY = 227 << 10  # bytes
+_HOPPER = (9, 0)
 
 
 def on_the_device_of_its_tensors(function: Callable[..., Y]) -> Callable[..., Y]:
@@ -44,3 +45,14 @@ def has_large_memory(x: Tensor) -> bool:
         return False
     properties: Any = torch.cuda.get_device_properties(x.device)  # torch's stubs leave out some of them
     return bool(properties.shared_memory_per_block_optin >= _LARGE_MEMORY)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile cannot trace these queries
+def is_hopper(device: torch.device) -> bool:
+    """Whether ``device`` is an NVIDIA GPU with compute capability 9.0, such as an H100 or H200.
+
+    Before CUDA is initialized no device is: GPU tensors can only be fake then.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.get_device_capability(device) == _HOPPER

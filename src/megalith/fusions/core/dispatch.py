@@ -27,6 +27,7 @@ from megalith.fusions.core import preference
 from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.core.compiled_reference import compiled
 from megalith.fusions.core.compiler import why_no_compiler, why_not_compile
+from megalith.fusions.core.devices import is_hopper
 from megalith.fusions.core.names import Backend
 from megalith.fusions.core.preference import ranking, use
 from megalith.optional import has_triton, triton_interprets
@@ -61,9 +62,10 @@ class Fusion(Generic[Path]):
         limits: by path, a function that returns why the path cannot take an operand that others can; None if it can.
         whole: the path for tensors that fit in one block, where ``defaults`` ranks paths over blocks first. It must
             accept every operand.
-        defaults: by device, the paths tried by default, in order; devices not listed take the reference. For a CPU, the
-            order follows the timings of ``python -m benchmarks.fusions``, with and without a C++ compiler (each page of
-            docs/fusions ends with the latest table); for a GPU, our kernels.
+        defaults: by device, the paths tried by default, in order; devices not listed take the reference. "hopper" is an
+            NVIDIA GPU of that generation, "cuda" if not listed. For a CPU, the order follows the timings of ``python -m
+            benchmarks.fusions``, with and without a C++ compiler (each page of docs/fusions ends with the latest
+            table); for a GPU, it is our kernels, unless torch's were faster.
         backs: the gradient of each path by itself, for Megatron's ``torch.autograd.Function`` classes. It is called
             like the backward of the operator (``core.registration``) and records no gradient.
     """
@@ -111,7 +113,8 @@ class Fusion(Generic[Path]):
         If ``x`` exceeds the limits of all default paths, the reference is taken and logged once. Under ``prefer`` none
         of this applies. Inside ``without_compiling`` nothing is compiled.
         """
-        ranked = self.defaults.get(x.device.type, ("reference",))
+        kind = "hopper" if "hopper" in self.defaults and is_hopper(x.device) else x.device.type
+        ranked = self.defaults.get(kind, ("reference",))
         if (given := ranking.preference) is not None:
             order: tuple[Backend, ...] = (*given.backends, *ranked, "reference")
             preferred = next(path for path in order if not self.why_not(path, x))

@@ -24,7 +24,8 @@ from megalith.fusions.experts.grouped_matmul_formulas import aten, blocked, refe
 
 __all__ = ["FUSION", "grouped_matmul"]
 
-_ATEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ATEN_DTYPES = {"cuda": (torch.bfloat16,), "cpu": (torch.float32, torch.bfloat16, torch.float16)}
+_MOST_ATEN_EXPERTS = 1023
 _ATEN_BYTES = 16  # torch requires rows of every operand to be a multiple of this
 
 
@@ -49,7 +50,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, rows_per_expert: Tensor, *, backen
     """
     _check(x, weight, rows_per_expert)
     (R, H), F = x.shape, weight.shape[1]
-    compute = FUSION.path(_Sizes(x.device, x.dtype, R, H, F), backend)
+    compute = FUSION.path(_Sizes(x.device, x.dtype, R, H, F, weight.shape[0]), backend)
     with without_autocast(x):
         return compute(x, weight, rows_per_expert)
 
@@ -62,14 +63,19 @@ class _Sizes(NamedTuple):
     R: int
     H: int
     F: int
+    E: int
 
     def numel(self) -> int:
         return self.R * max(self.H, self.F)
 
 
 def _why_not_aten(x: Operand) -> str | None:
-    if x.dtype not in _ATEN_DTYPES:
-        return f"torch's operator supports float32, bfloat16 and float16; got {x.dtype}"
+    kind = x.device.type
+    if x.dtype not in _ATEN_DTYPES.get(kind, ()):
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ATEN_DTYPES.get(kind, ()))
+        return f"on {kind} torch's operator supports {dtypes or 'no dtype'}; got {x.dtype}"  # or waits for the GPU
+    if isinstance(x, _Sizes) and x.E > _MOST_ATEN_EXPERTS:
+        return f"torch's operator supports at most {_MOST_ATEN_EXPERTS} experts; got {x.E}"
     if isinstance(x, _Sizes) and any(size * x.dtype.itemsize % _ATEN_BYTES for size in (x.H, x.F)):
         columns = _ATEN_BYTES // x.dtype.itemsize
         return f"torch's operator requires H and F to be multiples of {columns}; got {x.H} and {x.F}"
@@ -90,7 +96,10 @@ _PATHS: Mapping[Backend, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 FUSION = registered(
     Fusion(
-        "grouped_matmul", _PATHS, {"aten": _why_not_aten}, defaults={"cuda": ("triton",), "cpu": ("aten", "blocked")}
+        "grouped_matmul",
+        _PATHS,
+        {"aten": _why_not_aten},
+        defaults={"hopper": ("aten", "triton"), "cuda": ("triton",), "cpu": ("aten", "blocked")},
     )
 )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.rows import contiguous_columns, wide
+from megalith.optional import has_triton
 from megalith.torch_compat import grouped_mm
 
 __all__ = ["OPERATOR", "aten", "blocked", "reference"]
@@ -100,9 +101,14 @@ def _by_rows_in_a_loop(dy: Tensor, x: Tensor, rows_per_expert: Tensor) -> Tensor
 def _by_matrices_in_aten(x: Tensor, matrices: Tensor, rows_per_expert: Tensor) -> Tensor:
     ends = _ends(x, rows_per_expert)
     y = grouped_mm(_aligned(x), _aligned(matrices), ends)
+    # torch leaves rows after those of all experts uninitialized
     if y.device.type == "cpu":
-        y[int(ends[-1]) :].zero_()  # torch leaves these rows uninitialized
-    else:  # without a host sync
+        y[int(ends[-1]) :].zero_()
+    elif has_triton():  # without a host sync, and without reading y
+        from megalith.fusions.experts.kernels.clear_rows import clear_after_
+
+        clear_after_(y, ends)
+    else:
         y.masked_fill_((torch.arange(len(y), device=y.device) >= ends[-1]).unsqueeze(1), 0.0)
     return y
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.devices import has_large_memory
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.experts.grouped_matmul_formulas import OPERATOR
@@ -35,6 +36,7 @@ class _Blocks(NamedTuple):
 
 # untuned; keys are bytes per element
 _BLOCKS = {2: _Blocks(128, 128, 64, 8, 3), 4: _Blocks(64, 64, 32, 4, 2)}
+_LARGE_BLOCKS = {2: _Blocks(128, 256, 64, 8, 4)}  # from a sweep on an H200, where it is 1.1 to 2 times as fast
 
 
 @triton.jit
@@ -101,9 +103,14 @@ def _by_rows_kernel(
     tl.store(at, dweight, mask=(f < F)[:, None] & (h < H)[None, :])
 
 
+def _blocks_of(x: Tensor) -> _Blocks:
+    size = x.element_size()
+    return _LARGE_BLOCKS[size] if size in _LARGE_BLOCKS and has_large_memory(x) else _BLOCKS[size]
+
+
 def _multiply(x: Tensor, weight: Tensor, sizes: Tensor, y: Tensor, transposed: bool) -> None:
     (R, num_summed), num_columns, E = x.shape, y.shape[1], len(sizes)
-    x, weight, blocks = contiguous_columns(x), contiguous_columns(weight), _BLOCKS[x.element_size()]
+    x, weight, blocks = contiguous_columns(x), contiguous_columns(weight), _blocks_of(x)
     num_tiles = triton.cdiv(R, blocks.BLOCK_ROWS) + E
     wrap_triton(_by_matrices_kernel)[(num_tiles, triton.cdiv(num_columns, blocks.BLOCK_COLUMNS))](
         x, weight, sizes.contiguous(), y, x.stride(0), *weight.stride()[:2], R, E, num_summed, num_columns,
@@ -126,7 +133,7 @@ def _backward(
         _multiply(dy, weight, rows_per_expert, dx, transposed=False)
     if dweight.numel():
         _, F, H = weight.shape
-        dy, x, blocks = contiguous_columns(dy), contiguous_columns(x), _BLOCKS[x.element_size()]
+        dy, x, blocks = contiguous_columns(dy), contiguous_columns(x), _blocks_of(x)
         num_tiles = triton.cdiv(H, blocks.BLOCK_COLUMNS)
         E = len(rows_per_expert)
         wrap_triton(_by_rows_kernel)[(triton.cdiv(F, blocks.BLOCK_ROWS) * num_tiles, E)](
