@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.environment import describe
+from benchmarks.environment import commit, describe
 from benchmarks.experts import TOLERANCE, LayerStep, Size, flops, ours, prepare, theirs
 from benchmarks.fusions.clock import Clock, memory_of, product_rate
 
@@ -79,7 +79,12 @@ def main() -> None:
         for name, row in rows.items():
             print(f"  {name:30} {asdict(row)}")
     if not quick:
-        record = {"environment": describe(), "device": torch.cuda.get_device_name(), "sizes": _as_tree(found)}
+        record = {
+            "environment": describe(),
+            "commit": commit(),
+            "device": torch.cuda.get_device_name(),
+            "sizes": _as_tree(found),
+        }
         path = arguments.out / f"moe-layer-{datetime.now():%Y%m%d-%H%M}.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"\nresults are in {path}")
