@@ -2,8 +2,8 @@
 
     python -m benchmarks.moe_layer [--quick] [--out FOLDER]
 
-Contenders take turns in every round, in bfloat16, and are first checked against Hugging Face's layer in float32: their
-worst gradient must be within the tolerance, or about as good as that of Hugging Face's loop over experts in bfloat16.
+Contenders take turns in every round, in bfloat16, and are first checked against Hugging Face's layer in float32: our
+worst gradient must be within the tolerance, theirs within a wider one.
 
     Megalith                                    ``MoELayer``, dropless, in one process
     Megalith, in a CUDA graph                   the same, captured as a whole and replayed
@@ -16,7 +16,6 @@ smoke test; then nothing is counted or captured.
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import warnings
@@ -37,8 +36,8 @@ __all__ = ["Row", "main", "rows_of"]
 _FULL = (Size(T=8192, H=4096, F=3584, E=8, K=2), Size(T=8192, H=2048, F=1024, E=64, K=8))
 _QUICK = (Size(T=32, H=16, F=32, E=8, K=2),)
 _ROUNDS, _WARM = 15, 3
-_BASE, _LOOP = "Hugging Face, grouped_mm", "Hugging Face, eager"
-_AS_GOOD = 1.1  # a gradient may be this many times as far off as that of the loop
+_BASE = "Hugging Face, grouped_mm"
+_THEIR_TOLERANCE = 0.1  # the router's gradient is a difference of two sums, which Hugging Face rounds to 16 bits
 
 
 @dataclass(frozen=True)
@@ -97,16 +96,14 @@ def rows_of(size: Size, device: str, rounds: int) -> dict[str, Row]:
         folder = Path(name)
         prepare(size, folder, device)
         build: Mapping[str, Callable[[], LayerStep]] = {
-            _LOOP: partial(theirs, size, folder, dtype=torch.bfloat16, experts="eager", device=device),
             "Megalith": partial(ours, size, folder, dtype=torch.bfloat16, device=device),
             _BASE: partial(theirs, size, folder, dtype=torch.bfloat16, experts="grouped_mm", device=device),
+            "Hugging Face, eager": partial(theirs, size, folder, dtype=torch.bfloat16, experts="eager", device=device),
         }
         rows, runs = dict[str, Row](), dict[str, Callable[[], object]]()
-        allowed = math.inf  # for the loop, which comes first
         for contender, make in build.items():
+            allowed = TOLERANCE[torch.bfloat16] if contender == "Megalith" else _THEIR_TOLERANCE
             rows[contender], run = _judged(make, device, allowed)
-            if contender == _LOOP:
-                allowed = max(TOLERANCE[torch.bfloat16], _AS_GOOD * (rows[_LOOP].gradient_error or 0.0))
             if run is not None:
                 runs[contender] = run
         if device == "cuda" and "Megalith" in runs:

@@ -60,7 +60,8 @@ def main(folder: Path, seeds: list[int]) -> int:
     for seed in seeds:
         run = folder / f"seed-{seed}" / "t5"
         started, was_there = perf_counter(), (run / "checkpoints").exists()
-        train(2, "t5-tiny", run, [f"data.train={prefix}", f"data.valid={text.valid_prefix}", f"train.seed={seed}"])
+        overrides = [f"data.train={prefix}", f"data.valid={text.valid_prefix}", f"train.seed={seed}"]
+        train(2, "t5-tiny", run, [*overrides, "train.micro_batch_size=16"])  # the share of a rank
         minutes = float("nan") if was_there else (perf_counter() - started) / 60
         [found] = evaluate_checkpoint(run, None, _SAMPLES)
         guessing = _guessing(run, prefix)

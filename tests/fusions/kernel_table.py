@@ -23,8 +23,8 @@ Report = dict[Key, Resources]
 
 _HEAD = """# What kernels take
 
-Every kernel of `megalith.fusions`, compiled ahead of time for four targets with no GPU, as its operation launches it
-(64 rows, up to 4096 columns; the most of all its cases). Registers a thread, **spilled bytes** a thread (on AMD spilled
+Every kernel of path `triton`, compiled ahead of time for four targets with no GPU, as its operation launches it (64
+rows, up to 4096 columns; the most of all its cases). Registers a thread, **spilled bytes** a thread (on AMD spilled
 registers) where there are any, bytes of shared memory a program. Triton {triton}.
 `python -m tests.fusions.kernel_table` writes this page; a test compares it, and holds every kernel to its budget of
 spills: {budget}.

@@ -43,7 +43,7 @@ OF_LARGE_MEMORY = [
     "grouped matmul",
 ]
 LARGE = 227 << 10  # bytes
-# with two blocks of 64 queries in flight, a block of 128 columns takes 13 to 16 % less time on an H200 than without
+# with two blocks of 64 queries in flight, a block of 128 columns takes 11 to 14 % less time on an H200 than without
 # spills, with documents, a window or neither; sm_100 has not been measured
 SPILLED = {
     ("attention_backward._keys_kernel", "sm_90"): 288,

@@ -24,11 +24,21 @@ CALLS = {
     "both ways, groups": (2, 64, 64, False),
     "other head size": (4, 96, 64, True),
     "one group": (1, 40, 80, True),
+    "latent attention": (4, 192, 128, True),
+    "wide heads": (2, 256, 256, False),
 }
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether cuDNN may be given ``x``: 16 bytes can be read at once."""
+    return (
+        x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride and stride % 8 == 0 for stride in x.stride()[:-1])
+    )
 
 
 def forward_on_cpu(q, k, v, bias, has_lse, dropout, causal, debug, *, scale):
     assert (bias, has_lse, dropout, debug) == (None, True, 0.0, False)
+    assert all(is_aligned(x) for x in (q, k, v))
     q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
     out, lse = reference(q, k, v, None, None, scale, None, UNBOUNDED, 0 if causal else UNBOUNDED)
     return out.permute(1, 2, 0, 3), lse.unsqueeze(-1), None, None, q.shape[0], k.shape[0], None, None, None
@@ -38,6 +48,8 @@ def backward_on_cpu(dout, q, k, v, out, lse, seed, offset, bias, start_q, start_
     assert (bias, start_q, start_k, Sq, Sk, dropout) == (None, None, None, q.shape[2], k.shape[2], 0.0)
     assert seed.dtype == offset.dtype == torch.int64
     assert lse.is_contiguous()
+    assert dout.stride() == out.stride()
+    assert all(is_aligned(x) for x in (dout, q, k, v, out))
     given = (x.permute(2, 0, 1, 3) for x in (dout, q, k, v, out))
     right = 0 if causal else UNBOUNDED
     gradients = reference_gradients(*given, lse.squeeze(-1), None, scale, None, UNBOUNDED, right)
@@ -103,14 +115,42 @@ def test_results_may_be_written_into(device, called):
         assert result.is_contiguous()
 
 
-def test_an_expanded_upstream_gradient(device, called):
+def test_upstream_gradients_in_any_layout_share_what_was_prepared_for_the_first(device, called):
     leaves, dout, _, causal = example("causal", device)
     out, _ = computed(leaves, causal)
-    ones = torch.ones_like(dout[0, 0, 0, 0])
-    got = torch.autograd.grad(out, leaves, ones.expand(dout.shape), retain_graph=True)
-    want = torch.autograd.grad(out, leaves, torch.ones_like(dout))
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
+    layouts = [
+        dout,
+        dout.transpose(0, 1).contiguous().transpose(0, 1),
+        dout[:1].expand_as(dout),
+        dout.sum().expand_as(dout),
+    ]
+    for upstream in layouts:
+        got = torch.autograd.grad(out, leaves, upstream, retain_graph=True)
+        want = torch.autograd.grad(out, leaves, upstream.contiguous(), retain_graph=True)
+        assert_near(got, [x.double() for x in want])
+
+
+@pytest.mark.parametrize("name", ["begins anywhere", "odd rows", "repeated"])
+def test_operands_that_cudnn_cannot_read_are_copied(name, device, called):
+    leaves, dout, _, causal = example("causal", device)
+    apart = {
+        "begins anywhere": lambda x: torch.cat((x[..., :1], x), dim=-1)[..., 1:],
+        "odd rows": lambda x: torch.cat((x, x[..., :3]), dim=-1)[..., :-3],
+        "repeated": lambda x: x[:, :1].expand_as(x),
+    }[name]
+    inputs = [apart(x.detach()).requires_grad_() for x in leaves]
+    same = [x.detach().contiguous().requires_grad_() for x in inputs]
+    got, want = (torch.autograd.grad(computed(given, causal)[0], given, dout) for given in (inputs, same))
+    assert_near(got, [x.double() for x in want])
+
+
+def test_float16(device, called):
+    leaves, dout, _, causal = example("causal", device)
+    leaves = [x.detach().half().requires_grad_() for x in leaves]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    got, want = computed(leaves, causal)[0], formula(*exact, causal=causal)[0]
+    assert_near([got], [want])
+    assert_near(torch.autograd.grad(got, leaves, dout.half()), torch.autograd.grad(want, exact, dout.half().double()))
 
 
 def test_deterministic_mode_takes_our_backward(device, called):
@@ -169,19 +209,22 @@ TAKEN = {
     "latent attention": ({"q": (512, 2, 8, 192), "k": (512, 2, 8, 192), "v": (512, 2, 8, 128)}, True),
     "the length of a prompt": ({"q": (500, 2, 8, 64), "k": (500, 2, 2, 64), "v": (500, 2, 2, 64)}, False),
     "a head size that 8 does not divide": ({"q": (512, 2, 8, 60), "k": (512, 2, 2, 60)}, False),
-    "wide heads": ({"v": (512, 2, 2, 264)}, False),
+    "heads that are too wide": (dict.fromkeys("qkv", (512, 2, 8, 264)), False),
     "float32": ({"dtype": torch.float32}, False),
     "float16": ({"dtype": torch.float16}, True),
     "a sink": ({"sink": (8,)}, False),
     "documents": ({"bounds": (2, 512, 2)}, False),
     "a CPU": ({"device": "cpu"}, False),
+    "no keys": ({"k": (0, 2, 2, 64), "v": (0, 2, 2, 64), "right": UNBOUNDED}, False),
+    "wide heads of two sizes": ({"q": (512, 2, 8, 256), "k": (512, 2, 2, 256)}, False),
+    "wide heads of one size": (dict.fromkeys("qkv", (512, 2, 8, 256)), True),
     "no rows": ({"q": (512, 0, 8, 64), "k": (512, 0, 2, 64), "v": (512, 0, 2, 64)}, False),
 }
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_it_takes_what_cudnn_computes_faster(name, monkeypatch):
-    monkeypatch.setattr(cudnn, "is_hopper", lambda device: True)
+    monkeypatch.setattr(cudnn, "is_hopper", lambda device: device.type == "cuda")
     monkeypatch.setattr(cudnn, "_is_there", lambda: True)
     change, takes = TAKEN[name]
     device, dtype = change.get("device", "cuda"), change.get("dtype", torch.bfloat16)
@@ -192,7 +235,8 @@ def test_it_takes_what_cudnn_computes_faster(name, monkeypatch):
     chosen = fusions_of(*call).forward
     assert (chosen is CUDNN_FUSION) is takes
     if device == "cuda":
-        assert chosen.default(q) == ("aten" if takes else "triton")
+        assert chosen.default(q) == ("aten" if takes else "triton" if q.shape[-1] <= 256 else "reference")
+    if takes:
         with use("triton"):
             assert chosen.choose(q) == "triton"
 
@@ -202,6 +246,14 @@ def test_an_older_cudnn_is_not_used(version, is_there, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: version is not None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     assert cudnn._is_there() is is_there
+
+
+def test_an_exported_program_takes_our_kernels_whose_lengths_may_be_dynamic(monkeypatch):
+    monkeypatch.setattr(cudnn, "is_hopper", lambda device: True)
+    monkeypatch.setattr(cudnn, "_is_there", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    q, k = on("cuda", *Q), on("cuda", *K)
+    assert fusions_of(q, k, k, None, None, None, UNBOUNDED, 0).forward is FUSION
 
 
 def test_the_path_says_which_calls_it_takes_on_a_gpu():

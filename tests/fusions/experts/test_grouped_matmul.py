@@ -188,7 +188,7 @@ def test_on_a_hopper_gpu_torchs_operator_is_the_default_where_it_does_not_wait_f
 def test_rows_after_the_last_expert_are_cleared_and_others_are_not_read(end, device):
     y = torch.full((40, 600), NAN, device=device)
     y[:end] = 1.0
-    clear_after_(y, sizes_of(0, end, device=device))
+    clear_after_(y, torch.tensor([0, end], dtype=torch.int32, device=device))
     assert y.equal((torch.arange(40, device=device) < end).to(y.dtype).unsqueeze(1).expand(40, 600))
 
 

@@ -91,8 +91,8 @@ def _why_not_triton(x: Operand) -> str | None:
 def _why_not_aten(x: Operand) -> str | None:
     if x.device.type == "cuda":
         return (
-            "torch's kernels on a GPU are cuDNN's, and take only 16-bit calls of 256, 512, ... tokens without "
-            "documents, window and sink, on an H100 or H200"
+            "on a GPU this path is cuDNN's kernels, for 16-bit calls of 256, 512, ... tokens without documents, window "
+            "or sink, with head sizes that are multiples of 8, on an H100 or H200"
         )
     if x.device.type != "cpu":
         return f"torch's kernels on {x.device.type} have no gradient for the log-sum-exp"

@@ -35,7 +35,7 @@ __all__ = ["op"]
 
 LN_2 = tl.constexpr(math.log(2.0))
 
-# untuned, except for 2 bytes; keys are (bytes per element, largest number of columns)
+# untuned, except for 2 bytes and up to 128 columns; keys are (bytes per element, largest number of columns)
 _BLOCKS = {
     (2, 64): Blocks(128, 64, 8, 3),
     (2, 128): Blocks(128, 64, 8, 2),
