@@ -32,3 +32,16 @@ def test_the_path_is_the_one_that_would_be_taken():
 def test_a_default_that_cannot_run_here_says_why(monkeypatch):
     monkeypatch.setattr("megalith.fusions.core.dispatch.has_triton", lambda: False)
     assert "default for cuda, but triton is not installed" in fusions.explain("cuda")
+
+
+def test_on_a_hopper_gpu_it_says_which_calls_take_another_path(monkeypatch):
+    def row(operation: str) -> str:
+        return next(line for line in fusions.explain("cuda:0").splitlines() if line.startswith(f"{operation} "))
+
+    monkeypatch.setattr("megalith.fusions.core.explain.is_hopper", lambda device: True)
+    monkeypatch.setattr("megalith.fusions.core.dispatch.is_hopper", lambda device: True)
+    assert "default for cuda; aten (cuDNN) for the calls that it can compute" in row("attention")
+    assert "cuDNN" not in row("glu")
+    assert row("grouped_matmul").split()[1] == "aten"
+    with fusions.use("triton"):
+        assert "cuDNN" not in row("attention")

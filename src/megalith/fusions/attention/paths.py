@@ -115,7 +115,15 @@ _GRADIENTS: Mapping[Backend, Gradients] = {
     "aten": _gradients_for_cpu,
     "reference": reference_gradients,
 }
-FUSION = registered(Fusion("attention", _PATHS, _LIMITS, defaults={"cuda": ("triton",), "cpu": ("aten",)}))
+FUSION = registered(
+    Fusion(
+        "attention",
+        _PATHS,
+        _LIMITS,
+        defaults={"cuda": ("triton",), "cpu": ("aten",)},
+        on_hopper="aten (cuDNN) for the calls that it can compute",
+    )
+)
 _GENERAL = Fusions(FUSION, Fusion("attention", _GRADIENTS, _LIMITS, defaults=FUSION.defaults))
 
 

@@ -66,6 +66,7 @@ class Fusion(Generic[Path]):
             NVIDIA GPU of that generation, "cuda" if not listed. For a CPU, the order follows the timings of ``python -m
             benchmarks.fusions``, with and without a C++ compiler (each page of docs/fusions ends with the latest
             table); for a GPU, it is our kernels, unless torch's were faster.
+        on_hopper: for ``explain``, which calls take another path on a Hopper GPU, if some do.
         backs: the gradient of each path by itself, for Megatron's ``torch.autograd.Function`` classes. It is called
             like the backward of the operator (``core.registration``) and records no gradient.
     """
@@ -76,6 +77,7 @@ class Fusion(Generic[Path]):
     whole: Backend = "reference"
     defaults: Mapping[str, Sequence[Backend]] = field(default_factory=dict)
     backs: Mapping[Backend, Callable[..., tuple[Tensor, ...]]] = field(default_factory=dict)
+    on_hopper: str = ""
 
     def path(self, x: Operand, backend: Backend | None) -> Path:
         """The function that computes the operation on ``x``, for path ``backend`` or else for the result of ``choose``.

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from megalith.fusions.core.blocks import LARGEST_WHOLE
+from megalith.fusions.core.devices import is_hopper
 from megalith.fusions.core.dispatch import chosen_by_use
 from megalith.fusions.core.registry import FUSIONS
 
@@ -33,6 +34,8 @@ def explain(device: str | torch.device | None = None, dtype: torch.dtype = torch
         because = "use(...)" if preferred == chosen else f"default for {x.device.type}"
         if preferred is not None and preferred != chosen:
             because += f"; {preferred!r} is not available: {fusion.why_not(preferred, x)}"
+        if fusion.on_hopper and preferred is None and is_hopper(x.device):
+            because += f"; {fusion.on_hopper}"
         if reason := fusion.why_not(chosen, x):
             because += f", but {reason}"
         others = [path for path in fusion.paths if path != chosen and not fusion.why_not(path, x)]
