@@ -11,7 +11,7 @@ For each seed, on the demo's corpus, with two ranks on this machine:
 Each rank takes its share of a batch at once, which is faster than the recipes' micro-batches for up to eight ranks.
 
 The bag of words follows scikit-learn's defaults: a logistic regression (C = 1) on the word counts of a passage, where a
-word is two or more letters or digits, in lower case (CountVectorizer); its objective is minimized here by L-BFGS.
+word is two or more letters, digits or underscores, in lower case (CountVectorizer); L-BFGS minimizes its objective.
 The bag of tokens is the same on the model's own tokens, which split names like ``xml_parser`` into parts.
 
 Prints a line per seed and writes results.json to FOLDER. Exit code 1 if any seed misses the goals of the recipes. Runs

@@ -42,6 +42,21 @@ def test_a_recipe_is_proven(few_cases):
     assert "run 2 of 2: tensor 2, float64, blocked" in found.err
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "degrees"),
+    [
+        ("bert-tiny", ["parallel.tensor=2", "parallel.sequence=true"], {"tensor": 2}),
+        ("t5-tiny", ["parallel.pipeline=2"], {"pipeline": 2}),
+    ],
+)
+def test_the_recipes_of_encoders_are_proven(recipe, overrides, degrees, monkeypatch):
+    few = [Case(degrees, "float64", "reference")]
+    monkeypatch.setattr("megalith.insight.verify.verification.cases", lambda rows: few)
+    found = here("verify", recipe, *overrides)
+    assert found.code == 0, found
+    assert found.out.splitlines()[-1].startswith("all 1 runs match")
+
+
 def test_a_fault_is_named_and_the_exit_code_is_1(few_cases):
     prove = "megalith.insight.verify.proof._compare"
     with patch(prove, partial(compare_with, gather_without_reducing_gradients)):

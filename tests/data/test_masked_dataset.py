@@ -361,6 +361,10 @@ def test_bad_data_are_refused_before_a_sample_is_read(prefix, tokenizer, tmp_pat
         BertDataset(whole, tokenizer, S, 0, MaskingConfig())
     with pytest.raises(DataError, match=r"at most 5 tokens.*data.masking.long_sentences=skip"):
         BertDataset(prefix, tokenizer, 8, 0, MaskingConfig())
+    with pytest.raises(ConfigError, match="must leave room for at least 2 tokens of text; it leaves 1; use 128"):
+        BertDataset(prefix, tokenizer, 4, 0, MaskingConfig())
+    with pytest.raises(DataError, match=r"documents of 2 or more sentences, each of at most 3 tokens; it has none"):
+        BertDataset(prefix, tokenizer, 6, 0, MaskingConfig(long_sentences="skip"))
     skipping = BertDataset(prefix, tokenizer, 14, 0, MaskingConfig(long_sentences="skip"))
     assert skipping.num_samples > 0
     with pytest.raises(DataError, match=r"\[MASK\]"):

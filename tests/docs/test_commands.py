@@ -34,8 +34,8 @@ FEWER = {
 ELSEWHERE = {
     "torchrun --nproc-per-node 4 train.py": "tests/docs/test_as_a_library.py",
     "megalith verify llama-4m parallel.tensor=2 parallel.sequence=true parallel.shard=2": "tests/cli/test_verify.py",
-    "megalith verify bert-tiny parallel.tensor=2 parallel.sequence=true": "tests/insight/verify/test_encoders.py",
-    "megalith verify t5-tiny parallel.pipeline=2": "tests/insight/verify/test_encoders.py",
+    "megalith verify bert-tiny parallel.tensor=2 parallel.sequence=true": "tests/cli/test_verify.py",
+    "megalith verify t5-tiny parallel.pipeline=2": "tests/cli/test_verify.py",
     "make demo": "tests/insight/test_demo.py",
     "make test": "is what runs this",
     "make check": "CI",

@@ -8,7 +8,7 @@ import pytest
 
 from megalith.errors import ConfigError, DataError
 from megalith.insight import corpus
-from megalith.insight.corpus import split_by_file, standard_library_sources
+from megalith.insight.corpus import labelled_passages, split_by_file, standard_library_sources
 
 FILES = [Path(f"/usr/lib/python3/{folder}/{number}.py") for folder in ("a", "b") for number in range(100)]
 
@@ -79,3 +79,17 @@ def test_what_cannot_be_split_is_refused():
         split_by_file(FILES, 5, seed=0)
     with pytest.raises(DataError, match=r"at least 2 files .* got 1"):
         split_by_file(FILES[:1], 0.05, seed=0)
+
+
+def test_passages_are_whole_and_those_of_the_largest_packages(tmp_path):
+    lines = {"big/a.py": 7, "big/deep/b.py": 4, "medium/c.py": 4, "small/d.py": 2, "alone.py": 9}
+    files = []
+    for name, number in lines.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n\n".join(f"{name} {line}" for line in range(number)))  # empty lines do not count
+        files.append(path)
+    found = labelled_passages(files, num_packages=2, num_lines=2)
+    assert [label for _, label in found] == ["big"] * 5 + ["medium"] * 2
+    assert found[0][0] == "big/a.py 0\nbig/a.py 1"
+    assert found[3][0] == "big/deep/b.py 0\nbig/deep/b.py 1"

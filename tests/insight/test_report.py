@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from megalith import optional
 from megalith.errors import DataError, MissingDependencyError
 from megalith.insight import report_curves
 from megalith.insight.report import write_report, write_report_if_possible
+from megalith.insight.report_measures import held_out_measures
 from megalith.observe.metrics import MetricsWriter
 from tests.insight.run_folder import record, write_run
 
@@ -340,3 +342,14 @@ def test_loads_of_experts_are_a_heat_map_by_layer_and_over_time_of_the_worst(tmp
     assert page.html.count('class="heat"') == 6  # two, for three window widths
     assert 'class="load-none"' in page.html
     assert "Expert loads" not in page_with(tmp_path, record(1, experts={"layers": [{"layer": 0, "load": "x"}]})).text
+
+
+def test_accuracies_of_encoders_are_curves_with_names_that_say_of_what():
+    measures = [
+        (step, {"mlm": 3.0, "mlm_accuracy": 0.25, "sop_accuracy": 0.5, "span_accuracy": 0.1}) for step in (5, 10)
+    ]
+    html = held_out_measures(SimpleNamespace(measures=measures, classes=()))
+    titles = re.findall(r"<h2>([^<]*?) ?<", html)
+    of = ("masked tokens", "the order of sentences", "missing tokens")
+    assert titles == [f"Accuracy on {each}" for each in of]
+    assert "final value 25.0%" in html

@@ -368,6 +368,13 @@ def test_what_the_model_has_no_use_for_is_refused(bert, arguments, message):
         built(config(bert=bert))(torch.arange(4).view(1, 4), **arguments)
 
 
+def test_embeddings_under_context_parallelism_are_refused(monkeypatch):
+    model = built(config())
+    monkeypatch.setattr(ProcessGroupCollection, "size", lambda _, axis: 2 if axis == "cp" else 1)
+    with pytest.raises(ShapeError, match=r"no rank holds whole rows to average; set parallel\.context=1"):
+        model(torch.arange(4).view(1, 4), output="embeddings")
+
+
 def test_rows_longer_than_the_table_of_positions_are_refused():
     for offset in (0, 2):
         model = built(config(bert={"num_token_types": 2, "position_offset": offset})).eval()

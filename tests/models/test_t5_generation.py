@@ -11,7 +11,7 @@ from megalith.models.sampling import Sampling
 from megalith.models.t5_generation import beam_search, generate, stream
 from megalith.models.t5_model import T5Model
 from megalith.parallel.pipeline.pipeline import Pipeline
-from tests.models.hf.test_t5 import CASES, ours_of
+from tests.models.hf.test_t5 import CASES, ours_of, ours_with_own_head, with_own_head
 from tests.models.test_t5_model import built, config
 from tests.parallel.groups import collection
 from tests.rank_pool import ranks
@@ -19,7 +19,7 @@ from tests.transformer.shapes import options
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 8, 9, 7, 9, 3, 2, 3, 8], [26], [4, 6, 2]]
 GREEDY = Sampling(temperature=0.0)
-START = 0
+START, OWN_END = 0, 24
 
 
 def full_forwards(model: T5Model, prompt: list[int], num_tokens: int) -> list[int]:
@@ -54,7 +54,16 @@ def test_greedy_tokens_are_those_of_full_forwards_one_by_one():
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_tokens_are_those_of_transformers(case, seed, end, num_beams):
     theirs = varied(CASES[case].build(), seed)
-    ours = ours_of(theirs, CASES[case].family)
+    assert_same_tokens(theirs, ours_of(theirs, CASES[case].family), end, num_beams)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_tokens_are_those_of_transformers_with_a_head_of_its_own(num_beams):
+    theirs = varied(with_own_head(CASES["flan-t5"].build()), 2)
+    assert_same_tokens(theirs, ours_with_own_head(theirs), OWN_END, num_beams)
+
+
+def assert_same_tokens(theirs: T5ForConditionalGeneration, ours: T5Model, end: int, num_beams: int) -> None:
     S = max(map(len, PROMPTS))
     tokens = torch.tensor([[*prompt, *[0] * (S - len(prompt))] for prompt in PROMPTS])
     theirs.config.decoder_start_token_id = theirs.generation_config.decoder_start_token_id = START

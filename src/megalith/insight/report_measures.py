@@ -12,6 +12,11 @@ __all__ = ["held_out_measures"]
 
 _SIZE = (310, 170)  # pixels
 _ACCURACY, _CONFUSION = "accuracy", "confusion"
+_TITLES = {
+    "mlm_accuracy": "Accuracy on masked tokens",
+    "sop_accuracy": "Accuracy on the order of sentences",
+    "span_accuracy": "Accuracy on missing tokens",
+}
 
 
 def held_out_measures(run: RunHistory) -> str:
@@ -28,8 +33,11 @@ def _curve(run: RunHistory, name: str) -> str:
     describe = f"{name} over {num_steps(steps[-1])}, ending at {values[-1]:.1%}"
     lines = [Line(steps, values, width=1.6, colour="--held-out", dots=True)]
     drawn = svg(Chart(name, describe, lines, (), (), "{:.0%}".format, from_zero=True), *_SIZE)
-    title = name.replace("_", " ")
-    return card(title[0].upper() + title[1:], f"on held-out samples; final value {values[-1]:.1%}", drawn)
+    return card(
+        _TITLES.get(name, name.replace("_", " ").capitalize()),
+        f"on held-out samples; final value {values[-1]:.1%}",
+        drawn,
+    )
 
 
 def _confusion(step: int, means: Mapping[str, float], names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Encoders of models/hf: names, numbers and configs against transformers' models."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +194,8 @@ def test_hidden_states_logits_and_gradients_are_theirs(case):
 
 
 @of_cases
-def test_an_exported_folder_loads_there_without_a_word_and_comes_back(case, tmp_path, recwarn, caplog):
+def test_an_exported_folder_loads_there_without_a_word_and_comes_back(case, tmp_path, recwarn, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # else caplog sees none of its lines
     theirs, family = case.build(), case.family
     config = family.config_from_hf(theirs.config.to_dict())
     exported = family.config_to_hf(config, max_position_embeddings=24, dtype="float32", eos_token_id=None)

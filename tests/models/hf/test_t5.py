@@ -1,5 +1,6 @@
 """models/hf/t5: names, numbers and configs against transformers' models."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,21 @@ def settings_of(theirs: T5ForConditionalGeneration, family: Family) -> Transform
     return family.config_from_hf(theirs.config.to_dict(), theirs.state_dict().keys() - {"lm_head.weight"})
 
 
+def with_own_head(theirs: T5ForConditionalGeneration) -> T5ForConditionalGeneration:
+    """As Google's FLAN-T5s are; transformers 5 ties the head of every config, so it is replaced afterwards."""
+    head = torch.randn(61, 32, generator=torch.Generator().manual_seed(4)) / 32**0.5
+    theirs.lm_head.weight = torch.nn.Parameter(head)
+    return theirs
+
+
+def ours_with_own_head(theirs: T5ForConditionalGeneration) -> T5Model:
+    config = FLAN_T5.config_from_hf(theirs.config.to_dict() | {"tie_word_embeddings": False}, theirs.state_dict())
+    assert not config.tie_word_embeddings
+    ours = T5Model(config)
+    ours.load_state_dict(FLAN_T5.from_hf(theirs.state_dict(), config))
+    return ours.eval()
+
+
 def ours_of(theirs: T5ForConditionalGeneration, family: Family) -> T5Model:
     config = settings_of(theirs, family)
     ours = T5Model(config)
@@ -91,7 +107,15 @@ def test_tensors_come_back_bitwise(case):
 @of_cases
 def test_hidden_states_logits_and_gradients_are_theirs(case):
     theirs = case.build()
-    ours = ours_of(theirs, case.family)
+    assert_same_function(theirs, ours_of(theirs, case.family), case.family)
+
+
+def test_hidden_states_logits_and_gradients_are_theirs_with_a_head_of_its_own():
+    theirs = with_own_head(CASES["flan-t5"].build())
+    assert_same_function(theirs, ours_with_own_head(theirs), FLAN_T5)
+
+
+def assert_same_function(theirs: T5ForConditionalGeneration, ours: T5Model, family: Family) -> None:
     tokens, decoder_tokens, labels, mask, decoder_mask = batch()
     masks = {"attention_mask": mask, "decoder_attention_mask": decoder_mask}
     want = theirs(
@@ -114,7 +138,7 @@ def test_hidden_states_logits_and_gradients_are_theirs(case):
     want.loss.backward()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters(remove_duplicate=False)}
-    wanted = case.family.from_hf(gradients, ours.config)
+    wanted = family.from_hf(gradients, ours.config)
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(
             parameter.grad, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
@@ -122,7 +146,8 @@ def test_hidden_states_logits_and_gradients_are_theirs(case):
 
 
 @of_cases
-def test_an_exported_folder_loads_there_without_a_word_and_comes_back(case, tmp_path, recwarn, caplog):
+def test_an_exported_folder_loads_there_without_a_word_and_comes_back(case, tmp_path, recwarn, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # else caplog sees none of its lines
     theirs, family = case.build(), case.family
     config = settings_of(theirs, family)
     exported = family.config_to_hf(config, max_position_embeddings=512, dtype="float32", eos_token_id=1)

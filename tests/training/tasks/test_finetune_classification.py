@@ -319,3 +319,12 @@ def test_settings_of_other_tasks_and_other_classes_are_refused(tmp_path):
         ConfigError, match=r"num_classes \(4\) must be the number of classes in .*, 3: colour, .*; use 3"
     ):
         task_of(load_run({**tree, "model": {**tree["model"], "bert": bert}})).train_dataset()
+
+
+def test_classes_that_cannot_be_compared_are_told(tmp_path, caplog):
+    tree = labelled_settings(tmp_path)
+    prefix = tree["data"]["train"]
+    tree["data"]["train"] = str(tmp_path / "text")  # has no labels
+    task = task_of(load_run(tree))
+    assert task.evaluation_dataset(prefix).classes == tuple(sorted(CLASSES))
+    assert f"the classes of {prefix} cannot be compared with the model's, which have no names" in caplog.text

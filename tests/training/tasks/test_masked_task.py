@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from megalith.config import load_run
+from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.masked_task import MaskedTask
 from megalith.training.tasks.pretrain_t5 import PretrainT5
+from tests.rank_pool import ranks
 from tests.tiny_masked import SEQ, masked_settings
+from tests.training.outcomes import losses, run_here
 from tests.training.tasks.test_finetune_classification import labelled_settings
 from tests.training.tasks.test_pretrain_t5 import t5_settings
 
@@ -55,6 +58,23 @@ def test_the_ranks_of_a_row_drop_what_one_process_drops(kind, tmp_path):
         columns[1:] = [SEQ + each for each in columns[1:]]
         assert (found.seed, found.step) == (want.seed, want.step)
         assert torch.equal(found.tokens, want.tokens[:, torch.cat(columns)])
+
+
+def train_here(tree: dict[str, Any], world_size: int) -> None:
+    run_here(tree, world_size)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_run_that_was_stopped_goes_on_in_another_layout(kind, tmp_path):
+    tree = SETTINGS[kind](tmp_path / "text")
+    two, four = ({**tree, "train": {**tree["train"], "steps": steps}} for steps in (2, 4))
+    ranks(1, train_here, {**four, "run": str(tmp_path / "alone")}, 1)
+    stopped = {"run": str(tmp_path / "stopped")}
+    ranks(2, train_here, {**two, **stopped, "parallel": {"context": 2}}, 2)
+    ranks(1, train_here, {**four, **stopped}, 1)
+    want = losses(tmp_path / "alone")
+    assert len(want) == 4
+    assert losses(tmp_path / "stopped") == pytest.approx(want, rel=LAYOUT_FLOAT64, abs=0)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
