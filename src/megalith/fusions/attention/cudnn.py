@@ -27,7 +27,7 @@ _LENGTHS = 256  # shorter rows gain little
 _ALIGNMENT = 16  # bytes
 _FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-_Mask = Literal["causal", "none"]
+_Mask = Literal["causal", "full"]
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bounds: Tensor | None, left: int, right: int) -> bool:
@@ -45,11 +45,11 @@ def takes(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bounds: Tensor |
 
 
 def _mask(Sq: int, Sk: int, left: int, right: int) -> _Mask | None:
-    """What hides keys from queries; None if cuDNN's masks cannot express it."""
+    """Which keys queries see, earlier ones or all; None if cuDNN cannot express it."""
     if left < Sk - 1:
         return None
     if right >= Sq - 1:
-        return "none"
+        return "full"
     return "causal" if right == 0 and Sq == Sk else None
 
 
