@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from benchmarks.fusions.registry import OPERATIONS
 from benchmarks.gpu_check import correct, host, machine, sweeps
 from benchmarks.gpu_check.attention import attention
 from benchmarks.gpu_check.attention import items as attention_items
+from benchmarks.gpu_check.losses import items as losses_items
+from benchmarks.gpu_check.losses import losses
 from benchmarks.gpu_check.record import Record
 from benchmarks.restartable import Item, Job, Line, lines_of
 
@@ -26,6 +29,7 @@ _AT_ONCE = 16  # processes for checking or compiling, where nothing is timed
 _LIMIT = 90.0  # seconds for one item
 _ROUNDS = 5
 _SIZES = (64 << 20, 1 << 30)
+_SANITIZER = "compute-sanitizer"
 _LAST_WORDS = 600  # characters of a command's output that are kept
 _RACES = {
     "permute": None,
@@ -99,22 +103,34 @@ def _compile_ahead(job: Job, items: list[Item], deadline: float, tiny: bool) -> 
 
 
 def _failures(record: Record, deadline: float, tiny: bool) -> None:
-    """Repeats failed cases with blocking launches and, if installed, under memcheck; runs racecheck on ``_RACES``."""
+    """Repeats failed cases with blocking launches and, if installed, under memcheck."""
     failed = {line["item"] for line in record.of("correct") if line.get("failure")}
     chosen = [item for items in correct.items(tiny).values() for item in items if item.name in failed]
-    sanitizer = shutil.which("compute-sanitizer")
     for item in chosen:
         _command(record, "failures", f"{item.name}, blocking launches", _one(item), deadline, CUDA_LAUNCH_BLOCKING="1")
-        if sanitizer:
-            command = [sanitizer, "--tool", "memcheck", *_one(item)]
-            _command(
-                record, "failures", f"{item.name}, memcheck", command, deadline, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-            )
-    cases = correct.items(tiny)
-    for fusion, width in _RACES.items() if sanitizer and not tiny else ():
+        if sanitizer := shutil.which(_SANITIZER):
+            _check(record, "failures", sanitizer, "memcheck", item, deadline)
+
+
+def _check(record: Record, part: str, sanitizer: str, tool: str, item: Item, deadline: float) -> None:
+    """Runs ``item`` under a tool of compute-sanitizer."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "1", *_one(item)]
+    _command(record, part, f"{item.name}, {tool}", command, deadline, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+
+def _sanitizer(record: Record, deadline: float, tiny: bool) -> None:
+    """Runs a case of every operation under memcheck, and those of ``_RACES`` under racecheck, several at once."""
+    sanitizer, cases = shutil.which(_SANITIZER), correct.items(tiny)
+    if sanitizer is None or tiny:
+        record.add("sanitizer", {"item": _SANITIZER, "skipped": "it is not installed, or there is no GPU"})
+        return
+    chosen = [("memcheck", of_fusion[0]) for of_fusion in cases.values()]
+    for fusion, width in _RACES.items():
         name, (case, rows, usual, device) = cases[fusion][0]
-        command = [str(sanitizer), "--tool", "racecheck", *_one(Item(name, (case, rows[:1], width or usual, device)))]
-        _command(record, "failures", f"{name}, racecheck", command, deadline)
+        chosen.append(("racecheck", Item(name, (case, rows[:1], width or usual, device))))
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for done in [pool.submit(_check, record, "sanitizer", sanitizer, *one, deadline) for one in chosen]:
+            done.result()
 
 
 def _timing(record: Record, deadline: float, tiny: bool) -> None:
@@ -132,6 +148,11 @@ def _attention(record: Record, deadline: float, tiny: bool) -> None:
     _compile_ahead(attention, [item for item in items if item.arguments[0] == "Megalith"], deadline, tiny)
     for line in lines_of(attention, items, _LIMIT, deadline):
         record.add("attention", line)
+
+
+def _losses(record: Record, deadline: float, tiny: bool) -> None:
+    for line in lines_of(losses, losses_items(tiny), _LIMIT, deadline):
+        record.add("losses", line)
 
 
 def _sweeps(record: Record, deadline: float, tiny: bool) -> None:
@@ -196,8 +217,8 @@ def _one(item: Item) -> list[str]:
 
 def _command(record: Record, part: str, name: str, command: list[str], deadline: float, **environment: str) -> None:
     """Runs a command until the deadline; adds a line with its exit code and last output, and logs all of the output."""
-    log = record.file.with_suffix(f".{part}.log")
-    with log.open("a") as out:
+    log = record.file.with_suffix(f".{part}.{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log")
+    with log.open("w") as out:
         try:
             done = subprocess.run(
                 command, cwd=_ROOT, env={**os.environ, **environment}, stdout=out, stderr=subprocess.STDOUT,
@@ -216,11 +237,13 @@ PARTS = {
     "failures": Part(_failures, 40),
     "timing": Part(_timing, 165),
     "attention": Part(_attention, 60),
+    "losses": Part(_losses, 40),
     "sweeps": Part(_sweeps, 105),
     "host": Part(_host, 50),
     "tests": Part(_tests, 300),
     "train": Part(_train, 120),
     "step": Part(_step, 240),
     "experts": Part(_experts, 120),
+    "sanitizer": Part(_sanitizer, 120),
     "peers": Part(_peers, 1800),
 }

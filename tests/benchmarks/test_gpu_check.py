@@ -37,6 +37,7 @@ def test_the_check_runs_at_tiny_sizes_and_keeps_every_line(monkeypatch, tmp_path
     assert items["correct"] == ["rms norm", "swiglu"]
     assert items["timing"] == ["rms norm, 0 MiB", "swiglu, bias, 0 MiB"]
     assert items["attention"] == ["D 16, Megalith", "D 16, math"]
+    assert items["losses"] == ["cross entropy, Megalith", "linear + cross entropy, Megalith"]
     assert len(items["sweeps"]) == len(sweeps.SWEEPS)
     assert items["host"] == ["calls", "CUDA graph", "torch.compile"]
     assert all(items[part] for part in COMMANDS)
@@ -101,7 +102,7 @@ def test_what_failed_runs_again_with_blocking_launches_and_under_the_sanitizer(r
     record.add("correct", {"item": "rms norm", "failure": "AssertionError: far off"})
     record.add("correct", {"item": "layer norm", "checked": 4})
     parts._failures(record, time.monotonic() + 60, False)
-    again, checked, *raced = ran
+    again, checked = ran
     assert (again, checked) == ("rms norm, blocking launches", "rms norm, memcheck")
     assert ran[again][1] == {"CUDA_LAUNCH_BLOCKING": "1"}
     assert ran[checked][0][:3] == ["sanitizer", "--tool", "memcheck"]
@@ -109,9 +110,21 @@ def test_what_failed_runs_again_with_blocking_launches_and_under_the_sanitizer(r
         "benchmarks.gpu_check.correct:case_is_right",
         json.dumps(["rms norm", [3, 4099], 4096, "cuda"]),
     ]
+
+
+def test_every_operation_is_checked_by_the_sanitizer_and_some_for_races(record, monkeypatch):
+    ran: dict[str, list[str]] = {}
+    monkeypatch.setattr(parts, "_command", lambda record, part, name, command, *_, **__: ran.update({name: command}))
+    monkeypatch.setattr(parts.shutil, "which", lambda _: None)
+    parts._sanitizer(record, time.monotonic() + 60, False)
+    assert [line["skipped"] for line in record.of("sanitizer")] == ["it is not installed, or there is no GPU"]
+    monkeypatch.setattr(parts.shutil, "which", lambda _: "sanitizer")
+    parts._sanitizer(record, time.monotonic() + 60, False)
+    raced = [name for name in ran if "racecheck" in name]
     assert len(raced) == 3
-    assert all("racecheck" in ran[name][0] for name in raced)
-    assert json.loads(ran["rms norm, racecheck"][0][-1]) == ["rms norm", [3], 16385, "cuda"]
+    assert len(ran) - len(raced) == len(correct.items(False))
+    assert ran["rms norm, memcheck"][:5] == ["sanitizer", "--tool", "memcheck", "--error-exitcode", "1"]
+    assert json.loads(ran["rms norm, racecheck"][-1]) == ["rms norm", [3], 16385, "cuda"]
 
 
 def test_every_setting_of_a_sweep_is_a_constant_of_its_module_and_is_put_back(monkeypatch):

@@ -14,7 +14,7 @@ from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entr
 from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tests.fusions.observe import operator_calls, saved_bytes
 
-T, H, V = 10, 16, 37
+T, H, V = 10, 16, 200  # with three tokens in a chunk, four parts of the vocabulary: three of 64, and one of 8
 every_chunked_path = pytest.mark.parametrize("path", ["triton", "blocked"])
 
 
@@ -41,7 +41,7 @@ def test_it_is_the_loss_of_linear_with_sums_in_float32(dtype, path, device):
     exact = dlogits.detach().double().flatten(0, 1)
     wanted = (exact @ weight.double(), exact.t() @ x.detach().double().flatten(0, 1), exact.sum(dim=0))
     for value, expected in zip(got, wanted, strict=True):
-        # two roundings to 16 bits: of a chunk's product, and of the sum of chunks; or those of a sum of 37 terms
+        # two roundings to 16 bits: of a chunk's product, and of the sum of chunks; or those of a sum of 200 terms
         tolerance = (2 if dtype != torch.float32 else 16) * torch.finfo(dtype).eps
         rtol, atol = tolerance, tolerance * expected.abs().mean().item()
         torch.testing.assert_close(value.double().view_as(expected), expected.detach(), rtol=rtol, atol=atol)
@@ -126,14 +126,14 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(error, match=message):
             fused_linear_cross_entropy(*(given or (x, weight, target)), **options)
 
-    refused(ShapeError, r"with the same H; got \[2, 5, 16\] and \[37, 15\]", x, weight[:, :15], target)
+    refused(ShapeError, r"with the same H; got \[2, 5, 16\] and \[200, 15\]", x, weight[:, :15], target)
     refused(ShapeError, r"with the same H; got \[2, 5, 16\] and \[16\]", x, weight[0], target)
     refused(ShapeError, r"weight must be torch.float32, like x; got torch.float64", x, weight.double(), target)
     refused(ShapeError, r"bias must be torch.float32, like x; got torch.bfloat16", bias=bias.bfloat16())
-    refused(ShapeError, r"bias must be \[37\], one for each row of weight; got \[36\]", bias=bias[:36])
+    refused(ShapeError, r"bias must be \[200\], one for each row of weight; got \[199\]", bias=bias[:199])
     refused(ShapeError, r"target must be \[2, 5\], one for each row of x; got \[5, 2\]", x, weight, target.t())
     refused(ShapeError, r"the vocabulary must not be empty; got 0 columns", x, weight[:0], target)
-    refused(ShapeError, r"rank 0 of 1 has 37 columns of a vocabulary of 38", vocab_size=38)
+    refused(ShapeError, r"rank 0 of 1 has 200 columns of a vocabulary of 201", vocab_size=201)
     refused(
         ShapeError, r"with sequence_parallel, .*; got \[16\]", x[0, 0], weight, target[0, 0], sequence_parallel=True
     )

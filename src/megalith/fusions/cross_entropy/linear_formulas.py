@@ -1,12 +1,14 @@
 """Implements the formulas stated in ``linear``, at once or in chunks.
 
 Statistics, loss and gradient for given logits come from a path of cross entropy; this module computes, uses and
-discards the logits of each chunk. T tokens, H hidden, n rows of the weight in this part.
+discards the logits of each chunk: in forward of some tokens, for their statistics, and in backward of all tokens for a
+part of the vocabulary, as on a rank that holds only that part. So the weight's gradient is written once, and only dx,
+which is smaller, is a sum over chunks. T tokens, H hidden, n rows of the weight in this part.
 """
 
 # ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Unpack
 
@@ -24,6 +26,8 @@ from megalith.fusions.cross_entropy.options import PartAndSum, PartAndTerms
 from megalith.fusions.cross_entropy.steps import Steps, steps_of_operators
 
 __all__ = ["OPERATOR", "blocked", "reference", "steps_by_chunks"]
+
+_MULTIPLE = 64  # parts of the vocabulary, except the last, have a multiple of this many rows: products like round sizes
 
 
 class _OfBack(NamedTuple):
@@ -135,7 +139,7 @@ class _OfLogits(NamedTuple):
     ) -> Tensor:
         found = _statistics_outputs(x, weight, bias, chunk_size, target, *options)
         with without_autocast(x):
-            for rows in _chunks(x, chunk_size):
+            for rows in _chunks_of_tokens(x, chunk_size):
                 found[rows] = self.statistics(linear(x[rows], weight, bias), target[rows], *options)
         return found
 
@@ -162,26 +166,37 @@ class _OfLogits(NamedTuple):
         whole: Tensor,
         *options: Unpack[_OfBack],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needs = _OfBack(*options).needs
-        sizes = _sizes(x, weight, bias, needs)
-        dx = x.new_empty(sizes[0])
-        in_parts = x.shape[0] > chunk_size  # a single product is rounded once anyway, without a wide accumulator
-        dweight, dbias = (x.new_zeros(size, dtype=wide(x.dtype) if in_parts else x.dtype) for size in sizes[1:])
+        start, needs = options[0], _OfBack(*options).needs
+        dx, dweight, dbias = _gradients(dloss, x, weight, bias, chunk_size, target, whole, *options)
+        parts = _parts_of_vocabulary(x, weight, chunk_size)
+        if needs[0]:  # a single product is rounded once anyway, without a wide accumulator
+            dx = dx.new_zeros(dx.shape, dtype=x.dtype if len(parts) == 1 else wide(x.dtype))
         with without_autocast(x):
-            for rows in _chunks(x, chunk_size):
-                dlogits = logits = linear(x[rows], weight, bias)
-                self.gradient_into(dlogits, dloss[rows], logits, target[rows], whole[rows], *options[:-1])
+            for rows in parts:
+                dlogits = logits = linear(x, weight[rows], None if bias is None else bias[rows])
+                self.gradient_into(dlogits, dloss, logits, target, whole, start + rows.start, *options[1:-1])
                 if needs[0]:
-                    dx[rows] = dlogits @ weight
+                    _add_product(dx, dlogits, weight[rows], first=rows.start == 0)
                 if needs[1]:
-                    _add_product(dweight, dlogits.t(), x[rows], first=rows.start == 0)
+                    torch.mm(dlogits.t(), x, out=dweight[rows])
                 if needs[2]:
-                    dbias += dlogits.sum(dim=0, dtype=dbias.dtype)
-        return dx, dweight.to(x.dtype), dbias.to(x.dtype)
+                    torch.sum(dlogits, dim=0, out=dbias[rows])
+        return dx.to(x.dtype), dweight, dbias
 
 
-def _chunks(x: Tensor, chunk_size: int) -> Iterator[slice]:
-    return (slice(first, first + chunk_size) for first in range(0, x.shape[0], chunk_size))
+def _chunks_of_tokens(x: Tensor, chunk_size: int) -> list[slice]:
+    return _slices(x.shape[0], chunk_size)
+
+
+def _parts_of_vocabulary(x: Tensor, weight: Tensor, chunk_size: int) -> list[slice]:
+    """As many parts of the rows of ``weight`` as there are chunks of tokens: logits of all tokens need equal memory."""
+    num_parts = max(1, -(-x.shape[0] // chunk_size))
+    size = -(-max(1, weight.shape[0]) // num_parts)
+    return _slices(weight.shape[0], -(-size // _MULTIPLE) * _MULTIPLE)
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(first, first + size) for first in range(0, length, size)]
 
 
 def _sizes(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> list[list[int]]:
