@@ -25,7 +25,8 @@ from megalith.fusions.cross_entropy.steps import steps_of_operators
 __all__ = ["STEPS", "gradient_into", "loss", "statistics"]
 
 _BLOCK_V, _WARPS = 2048, 8  # columns per step of the statistics
-_TILE_V, _TILE_WARPS = 4096, 8  # columns per program of the gradient
+_TILE_V, _TILE_WARPS = 4096, 8  # columns per step of the gradient
+_GRADIENT_PROGRAMS = 16896  # fewer rows are split into this many programs: 128 per multiprocessor of an H100
 _BLOCK_T = 128  # untuned: rows per program of the loss
 _PROGRAMS = 528  # fewer rows are split into this many programs: four per multiprocessor of an H100
 _WORD_BYTES = 16  # bytes that one thread loads at once
@@ -39,6 +40,12 @@ def _capped(x, SOFTCAP: tl.constexpr):
         tanh, _ = tanh_and_slope(x / SOFTCAP)
         x = tanh * SOFTCAP
     return x
+
+
+@triton.jit
+def _at_most(x, bound):
+    """x, or ``bound`` for the target's logit, which m does not bound; NaN stays NaN."""
+    return tl.minimum(x, bound, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -153,18 +160,18 @@ def _loss_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    dloss_ptr, logits_ptr, target_ptr, whole_ptr, dlogits_ptr, stride, n, num_read, num_columns, start,
+    dloss_ptr, logits_ptr, target_ptr, whole_ptr, dlogits_ptr, stride, n, num_read, num_columns, span, start,
     vocab_size,
-    IGNORE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, TILE_V: tl.constexpr,
+    IGNORE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    PADDED: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * TILE_V + tl.arange(0, TILE_V)
+    """``span`` columns of a row, so that the row's numbers are loaded once; its target's entry is overwritten last."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * span
+    end = tl.minimum(first + span, num_columns)
     target = tl.load(target_ptr + row)
-    mask = (col < (n if num_read is None else num_read)) & (target != IGNORE)
-    x = tl.load(logits_ptr + row * stride + col, mask=mask, other=0.0).to(tl.float32)
-    if num_read is not None:
-        mask = mask & (col < n)
-        x = tl.where(mask, x, 0.0)
+    counts = target != IGNORE
+    column = _column(target, start, n)
+    here = counts & (column >= first) & (column < end)
     g = tl.load(dloss_ptr + row).to(tl.float32)
     m = tl.load(whole_ptr + row * 3)
     d = tl.load(whole_ptr + row * 3 + 1)
@@ -174,21 +181,31 @@ def _gradient_kernel(
     total = d * near + far
     at_target = -(1.0 - SMOOTHING) * d * (near / total)
     scale = near / total
+    uniform = 0.0
     if SMOOTHING != 0.0 or Z_LOSS != 0.0:
         slope_of_lse = 2.0 * Z_LOSS * (tl.where(t > 0.0, m, x_y) + tl.log(total))
-        at_target += (far / total) * (SMOOTHING + slope_of_lse) - SMOOTHING / vocab_size
+        uniform = SMOOTHING / vocab_size
+        at_target += (far / total) * (SMOOTHING + slope_of_lse) - uniform
         scale *= 1.0 + slope_of_lse
-    slope = 1.0
-    if SOFTCAP is not None:
-        tanh, slope = tanh_and_slope(x / SOFTCAP)
-        x = tanh * SOFTCAP
-    shift = tl.where(m == float("-inf"), 0.0, m)
-    is_target = col == _column(target, start, n)
-    dx = tl.exp(tl.where(mask & (is_target == 0), x, shift) - shift) * scale  # m bounds the others only
-    if SMOOTHING != 0.0:
-        dx -= SMOOTHING / vocab_size
-    dx = tl.where(is_target, at_target, dx) * slope * g
-    tl.store(dlogits_ptr + row * num_columns + col, tl.where(mask, dx, 0.0), mask=col < num_columns)
+    if SOFTCAP is not None:  # read here, because dlogits may overwrite logits
+        _, slope = tanh_and_slope(tl.load(logits_ptr + row * stride + column, mask=here, other=0.0) / SOFTCAP)
+        at_target *= slope
+    scale, uniform = tl.where(counts, scale * g, 0.0), tl.where(counts, uniform * g, 0.0)
+    shift = tl.where(counts & (m != float("-inf")), m, 0.0)
+    for begin in range(first, end, TILE_V):
+        col = begin + tl.arange(0, TILE_V)
+        mask = (col < (n if num_read is None else num_read)) & counts
+        x = tl.load(logits_ptr + row * stride + col, mask=mask, other=float("-inf")).to(tl.float32)
+        if SOFTCAP is None:
+            dx = exp(_at_most(x, shift) - shift) * scale - uniform
+        else:
+            tanh, slope = tanh_and_slope(x / SOFTCAP)
+            dx = (exp(_at_most(tanh * SOFTCAP, shift) - shift) * scale - uniform) * slope
+        if PADDED:
+            dx = tl.where(col < n, dx, 0.0)
+        tl.store(dlogits_ptr + row * num_columns + col, dx, mask=col < num_columns)
+    tl.debug_barrier()  # another thread has stored that entry
+    tl.store(dlogits_ptr + row * num_columns + column, at_target * g, mask=here)
 
 
 def statistics(logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> Tensor:
@@ -235,11 +252,14 @@ def gradient_into(
         return
     logits = contiguous_columns(logits)
     n = num_true_columns(num_columns, part)
-    wrap_triton(_gradient_kernel)[(T, triton.cdiv(num_columns, _TILE_V))](
+    num_tiles = triton.cdiv(num_columns, _TILE_V)
+    num_splits = max(1, min(triton.cdiv(_GRADIENT_PROGRAMS, T), num_tiles))
+    span = triton.cdiv(num_tiles, num_splits) * _TILE_V
+    wrap_triton(_gradient_kernel)[(T, num_splits)](
         dloss.contiguous(), logits, target.contiguous(), whole, dlogits, logits.stride(0),
-        n, _num_read(n, logits), num_columns, part.start, part.vocab_size,
+        n, _num_read(n, logits), num_columns, span, part.start, part.vocab_size,
         IGNORE=part.ignore_index, SOFTCAP=_cap(part), SMOOTHING=terms.smoothing, Z_LOSS=terms.z_loss,
-        TILE_V=_TILE_V, num_warps=_TILE_WARPS,
+        PADDED=n < num_columns, TILE_V=_TILE_V, num_warps=_TILE_WARPS,
     )  # fmt: skip
 
 
