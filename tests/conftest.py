@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required for deterministic 
 for number in (signal.SIGINT, signal.SIGHUP):  # ignored, and so inherited, under nohup and in background jobs
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
+from megalith.errors import BackendError  # noqa: E402  below the variable that it reads
+
 settings.register_profile("no deadline", deadline=None)  # the default, 200 ms per example, fails on a busy machine
 settings.load_profile("no deadline")
 torch.set_num_threads(1)  # tensors are small, and threads that share a busy core wait 8 ms for each other
@@ -36,6 +39,24 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """On a GPU, a test whose call torch's kernels do not take there is skipped: they are tried on every path."""
+    try:
+        yield
+    except BackendError as error:
+        if ON_GPU and "backend='aten'" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def on_device(device: str) -> Iterator[None]:
+    """In the test, new tensors are on ``device`` unless told otherwise."""
+    with torch.device(device):
+        yield

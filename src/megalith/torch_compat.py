@@ -209,8 +209,13 @@ def keeping_what_is_saved() -> AbstractContextManager[None]:
 
 
 def is_capturing() -> bool:
-    """Returns whether a CUDA graph is being captured, whose replays reuse every host value passed during capture."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    """Returns whether a CUDA graph is being captured, whose replays reuse every host value passed during capture.
+
+    False while torch.compile traces: torch 2.11 cannot trace the query.
+    """
+    return (
+        not torch.compiler.is_compiling() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def is_intercepted() -> bool:

@@ -19,6 +19,7 @@ from tests.sampling import sampled
 
 T, F, HALF = (2, 3, 10), 10, 5
 PATHS = ("triton", "blocked", "reference")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,19 @@ class Given:
 
     def leaves(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         torch.manual_seed(0)
-        return [torch.randn(shape).bfloat16().to(dtype).requires_grad_() for shape in self.shapes]
+        return [torch.randn(shape).bfloat16().to(DEVICE, dtype).requires_grad_() for shape in self.shapes]
 
     def __str__(self) -> str:
         return self.function.__name__
 
 
 def rope_table() -> Tensor:
-    angles = torch.arange(12.0).view(4, 3)
+    angles = torch.arange(12.0, device=DEVICE).view(4, 3)
     return torch.cat((angles, angles), dim=-1)[:, None, None]
 
 
-MASK = torch.arange(4) > 2
-INDICES = torch.tensor([[0, 3], [2, -1], [1, 1], [4, 0]])
+MASK = torch.arange(4, device=DEVICE) > 2
+INDICES = torch.tensor([[0, 3], [2, -1], [1, 1], [4, 0]], device=DEVICE)
 COS, SIN = rope_table().cos(), rope_table().sin()
 TABLES = "cos sin"
 ENDS = "cp_rank cp_size rotary_interleaved"
@@ -128,7 +129,7 @@ GIVEN = [
         fusions.fused_apply_mla_rope_for_kv,
         ((4, 3, 12), (4, 1, 6)),
         f"kv k_pos_emb {TABLES} emb_dim k_dim v_dim cu_seqlens_kv {ENDS}",
-        lambda kv, k_pe: (kv, k_pe, COS, SIN, 6, 5, 7, torch.tensor([0, 3, 4]), 0, 1),
+        lambda kv, k_pe: (kv, k_pe, COS, SIN, 6, 5, 7, torch.tensor([0, 3, 4], device=DEVICE), 0, 1),
     ),
     Given(
         fusions.IndicesToMultihot,
@@ -147,7 +148,7 @@ def run(compute: Callable[..., Any], given: Given, dtype: torch.dtype = torch.fl
     values = list(values) if isinstance(values, tuple) else [values]
     roots = [y for y in values if y.requires_grad]
     torch.manual_seed(1)
-    upstream = [torch.randn(y.shape).bfloat16().to(y.dtype) for y in roots]
+    upstream = [torch.randn(y.shape).bfloat16().to(DEVICE, y.dtype) for y in roots]
     return [*values, *torch.autograd.grad(roots, leaves, upstream)]
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from megalith.fusions import quantize
 from tests.fusions.harness import all_cases, first_of_each_operation
 from tests.fusions.kernel_table import DTYPES, PAGE, SPILL_BUDGET, Report, compile_kernels, launches_of, page, parts_of
 from tests.kernel_reports import TARGETS, Launch, launches, ptx, without_interpreter
@@ -143,7 +144,16 @@ def test_codes_that_are_needed_twice_are_not_made_by_the_instruction_for_pairs()
         names = {case.name for case in all_cases() if case.name.startswith(f"quantize, {kind}, ")}
         text = without_interpreter(assembly, names, "sm_90")
         made[kind] = any("cvt.rn.satfinite" in kernel for kernel in text.values())
-    assert made == {"tensor": False, "block128x128": False, "nvfp4": False, "mxfp8": True, "block128": True}
+    made["nvfp4 alone"] = "cvt.rn.satfinite" in without_interpreter(assembly_of_nvfp4)
+    never = {"tensor", "block128x128", "nvfp4", "nvfp4 alone"}
+    assert made == {kind: kind not in never for kind in made}
+
+
+def assembly_of_nvfp4() -> str:
+    """The PTX of the kernel that writes no transpose, whose scales are stored and decoded."""
+    x = torch.zeros(64, 16, dtype=torch.bfloat16)
+    found = {one.kernel.__name__: one for one in launches(lambda: quantize(x, "nvfp4", backend="triton"))}
+    return ptx(found["_quantize_kernel"], TARGETS["sm_90"])
 
 
 @triton.jit

@@ -1,6 +1,8 @@
-"""The demo, with a smaller corpus and fewer steps: every step of it, on two ranks of the pool."""
+"""The demo, with a smaller corpus and fewer steps: every step of it, on ranks of the pool."""
 
 import json
+
+import pytest
 
 from megalith.insight import demo
 from megalith.insight.corpus import standard_library_sources
@@ -21,7 +23,9 @@ def launch_in_the_pool(num_ranks: int, arguments: list[str], *where_and_how: obj
     return max(found.code for found in ranks(num_ranks, here, *arguments))
 
 
-def test_it_trains_changes_its_layout_measures_and_shows(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("num_gpus", "layouts"), [(0, ["tp1 dp2", "tp2 dp1"]), (1, ["tp1 dp1", "tp1 dp1"])])
+def test_it_trains_changes_its_layout_measures_and_shows(num_gpus, layouts, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo.torch.cuda, "device_count", lambda: num_gpus)
     small = [file for file in standard_library_sources() if file.stat().st_size < 20_000][:60]
     monkeypatch.setattr(demo, "standard_library_sources", lambda: small)
     monkeypatch.setattr(demo, "_RECIPE", str(write_settings(TINY, tmp_path)))
@@ -34,13 +38,13 @@ def test_it_trains_changes_its_layout_measures_and_shows(tmp_path, monkeypatch):
     result = demo.run_demo(tmp_path / "demo", lines.append)
     records = [record for record in read_metrics(result.folder) if "loss" in record]
     assert [record["step"] for record in records] == list(range(1, 101))
-    assert [record["layout"] for record in records] == ["tp1 dp2"] * 80 + ["tp2 dp1"] * 20
+    assert [record["layout"] for record in records] == [layouts[0]] * 80 + [layouts[1]] * 20
     assert records[-1]["loss"] < records[0]["loss"] - 1.0
     assert abs(records[80]["loss"] - records[79]["loss"]) < 1.0  # the loss curve continues
     said = "\n".join(lines)
     for words in ("corpus: 60 files", "held out", "dtype", "samples", "interpolated bigram", "report.html"):
         assert words in said, words
     page = result.report.read_text()
-    for words in ("tp1 dp2", "tp2 dp1", "Samples", "Interpolated bigram"):
+    for words in (*layouts, "Samples", "Interpolated bigram"):
         assert words in page, words
     assert json.loads((result.folder / "evaluation.json").read_text())["valid_loss"] == result.loss

@@ -4,7 +4,7 @@
 2  trains a byte-level BPE tokenizer of 2,048 entries, and writes both parts as .bin/.idx datasets
 3  probes which dtype is fastest on this machine
 4  trains a Llama of four million parameters on 1.5 million tokens on two ranks: 80 % data parallel, then resumed with
-   tensor parallelism
+   tensor parallelism; on a machine with a single GPU, on one rank in both parts
 5  compares the held-out loss with n-gram models of the same data, generates samples, writes report.html
 """
 
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+
+import torch
 
 from megalith.config import load_run
 from megalith.data.indexed_dataset import IndexedDataset
@@ -34,7 +36,6 @@ from megalith.training.tasks.generation import TextGenerator
 __all__ = ["DemoError", "DemoResult", "run_demo"]
 
 _RECIPE = "llama-4m"
-_RANKS = 2
 _VOCABULARY = 2048
 _HELD_OUT = 0.05
 _BATCH, _SEQUENCE, _STEPS = 16, 256, 366  # 1.5 million tokens
@@ -66,16 +67,14 @@ def run_demo(folder: Path, show: Callable[[str], None]) -> DemoResult:
         DemoError: training failed, after printing the reason.
     """
     train, valid = _prepare(folder / "data", show)
-    overrides = _overrides(folder, train, valid, show)
+    num_ranks = 1 if torch.cuda.device_count() == 1 else 2
+    overrides = _overrides(folder, train, valid, num_ranks, show)
     started = perf_counter()
-    for layout, changes in (
-        ("data parallel", [f"train.steps={_STEPS_BEFORE_CHANGE}", "parallel.shard=2"]),
-        ("tensor parallel, resumed from the same checkpoint", [f"train.steps={_STEPS}", "parallel.tensor=2"]),
-    ):
-        show(f"\ntraining on {_RANKS} ranks: {layout}")
+    for layout, changes in _parts(num_ranks):
+        show(f"\ntraining on {num_ranks} rank{'s' if num_ranks > 1 else ''}: {layout}")
         arguments = ["train", _RECIPE, *overrides, *changes]
         way_on = partial(where_it_goes_on, folder / "checkpoints")
-        if code := launch(_RANKS, arguments, folder / "logs", show, goes_on=way_on):
+        if code := launch(num_ranks, arguments, folder / "logs", show, goes_on=way_on):
             raise DemoError(f"megalith {' '.join(arguments)} ended with exit code {code}; see its message above")
     training_seconds = perf_counter() - started
     show(f"trained in {duration(training_seconds)}")
@@ -101,14 +100,14 @@ def _prepare(folder: Path, show: Callable[[str], None]) -> tuple[str, str]:
     return str(found.prefix), str(found.valid_prefix)
 
 
-def _overrides(folder: Path, train: str, valid: str, show: Callable[[str], None]) -> list[str]:
-    """The settings that both phases share."""
+def _overrides(folder: Path, train: str, valid: str, num_ranks: int, show: Callable[[str], None]) -> list[str]:
+    """The settings that both parts share."""
     overrides = [
         f"data.train={train}",
         f"data.valid={valid}",
         f"data.seq_length={_SEQUENCE}",
         f"train.global_batch_size={_BATCH}",
-        f"train.micro_batch_size={_BATCH // _RANKS}",
+        f"train.micro_batch_size={_BATCH // num_ranks}",
         f"optim.decay_steps={_STEPS}",
         "train.log_every=25",
         "train.evaluation.every=50",
@@ -116,9 +115,20 @@ def _overrides(folder: Path, train: str, valid: str, show: Callable[[str], None]
         f"run={folder}",
     ]
     shape = load_run(_RECIPE, overrides).model
-    probe = probe_dtype(shape, _VOCABULARY, _SEQUENCE, _BATCH // _RANKS, num_threads=1)
+    probe = probe_dtype(shape, _VOCABULARY, _SEQUENCE, _BATCH // num_ranks, num_threads=1)
     show(probe.line)
     return [*overrides, f"precision.dtype={probe.dtype}"]
+
+
+def _parts(num_ranks: int) -> list[tuple[str, list[str]]]:
+    """The layout of each part of the training, and its settings."""
+    steps = [f"train.steps={_STEPS_BEFORE_CHANGE}"], [f"train.steps={_STEPS}"]
+    if num_ranks == 1:
+        return [("one GPU has one layout", steps[0]), ("resumed from the checkpoint", steps[1])]
+    return [
+        ("data parallel", [*steps[0], "parallel.shard=2"]),
+        ("tensor parallel, resumed from the same checkpoint", [*steps[1], "parallel.tensor=2"]),
+    ]
 
 
 def _write_findings(folder: Path, found: CheckpointLoss, baselines: BaselineLosses) -> None:

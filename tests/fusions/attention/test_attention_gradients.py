@@ -53,7 +53,7 @@ def shown(case: tuple[tuple[str, torch.dtype, dict[str, float]], str]) -> set[Ha
 
 
 @pytest.mark.parametrize(("how", "part_of"), sampled([*product(HOW, PARTS)], shown))
-def test_it_is_the_gradient_through_a_merge(how, part_of):
+def test_it_is_the_gradient_through_a_merge(how, part_of, device):
     backend, dtype, of_scores = how
     num_keys, window, documents = PARTS[part_of]
     q, k, v, k_other, v_other, dout = example(num_keys)
@@ -63,12 +63,14 @@ def test_it_is_the_gradient_through_a_merge(how, part_of):
     # detached queries for the other part: q's gradient is only through this part
     merged = merge_attention(*part, *fused_attention(q.detach(), k_other, v_other, causal=False, **of_scores))
     want = torch.autograd.grad(merged[0], leaves, dout)
-    narrow = [strided(x.detach().to(dtype)) for x in (dout, *leaves, merged[0])]
-    lse = strided(merged[1].detach().to(torch.promote_types(dtype, torch.float32)))
+    narrow = [strided(x.detach().to(device, dtype)) for x in (dout, *leaves, merged[0])]
+    lse = strided(merged[1].detach().to(device, torch.promote_types(dtype, torch.float32)))
+    if documents is not None:
+        sees["packed_seq_params"] = documents.to(device)
     got = attention_gradients(*narrow, lse, backend=backend, **sees)
     for gradient, expected in zip(got, want, strict=True):
         assert gradient.dtype == dtype
-        assert (gradient - expected).norm() <= NEAR[dtype] * expected.norm()
+        assert (gradient.cpu() - expected).norm() <= NEAR[dtype] * expected.norm()
 
 
 def strided(x: Tensor) -> Tensor:

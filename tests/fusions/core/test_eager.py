@@ -149,9 +149,9 @@ def test_kernels_are_launched_as_they_are_forward_and_backward():
 
 
 @pytest.mark.parametrize("path", ["triton", "blocked"])
-def test_an_operator_of_rows_takes_any_shape_and_records_no_view(path):
-    x = X.view(2, 2, 64).clone().requires_grad_()
-    w = torch.linspace(0.5, 1.5, 4).view(2, 2, 1).requires_grad_()
+def test_an_operator_of_rows_takes_any_shape_and_records_no_view(path, device):
+    x = X.view(2, 2, 64).clone().to(device).requires_grad_()
+    w = torch.linspace(0.5, 1.5, 4, device=device).view(2, 2, 1).requires_grad_()
     y = glu(x, activation="silu", weights=w, backend=path)
     assert "glu" in y.grad_fn.name()
     assert not y._is_view()

@@ -34,7 +34,7 @@ def key_for(device: str, tokens: Tensor = TOKENS) -> DropoutKey:
 
 def mask_of(p: float, key: DropoutKey | None, backend: str, H: int = 1500, feature_offset: int = 0) -> Tensor:
     """The mask of forward, after checking that backward uses the same: bool [*tokens, H]."""
-    tokens = TOKENS if key is None else key.tokens
+    tokens = TOKENS.to("cuda" if torch.cuda.is_available() else "cpu") if key is None else key.tokens
     x = torch.ones(*tokens.shape, H, device=tokens.device, requires_grad=True)
     settings = {"key": key, "feature_offset": feature_offset, "backend": backend}
     y = bias_dropout_add_fused_train((x, None), torch.zeros_like(x), p, **settings)

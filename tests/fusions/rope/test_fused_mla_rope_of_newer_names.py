@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,26 +20,37 @@ from megalith.fusions import (
 
 PATHS = ["triton", "blocked", "reference"]
 S, B, A, K, R, V = 4, 2, 3, 5, 6, 7
-ANGLES = torch.outer(torch.arange(float(S)), torch.tensor([1.0, 0.3, 0.1])).double()
+
+on_device = pytest.mark.usefixtures("on_device")
+
+
+def on_paths(test: Any) -> Any:
+    """Runs a test on each path, and on the GPU if there is one."""
+    return on_device(pytest.mark.parametrize("backend", PATHS)(test))
+
+
+def angles() -> Tensor:
+    return torch.outer(torch.arange(float(S)), torch.tensor([1.0, 0.3, 0.1])).double()
 
 
 def tables() -> tuple[Tensor, Tensor]:
-    return ANGLES.cos().float(), ANGLES.sin().float()
+    return angles().cos().float(), angles().sin().float()
 
 
 def draw(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def by_complex_numbers(x: Tensor, inverse: bool, remove_interleaving: bool) -> Tensor:
     """``x`` [S, ..., R], with pairs 2i and 2i + 1 as complex numbers multiplied by exp(i angle)."""
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
-    angles = (-ANGLES if inverse else ANGLES).view(S, *[1] * (x.dim() - 2), R // 2)
-    y = pairs * torch.polar(torch.ones_like(angles), angles)
+    by = (-angles() if inverse else angles()).view(S, *[1] * (x.dim() - 2), R // 2)
+    y = pairs * torch.polar(torch.ones_like(by), by)
     return torch.view_as_real(y).flatten(-2) if remove_interleaving else torch.cat((y.real, y.imag), dim=-1)
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("remove_interleaving", [False, True])
 def test_pairs_are_read_and_multiplied_by_a_rotation_whichever_way_it_goes(backend, inverse, remove_interleaving):
@@ -54,7 +66,7 @@ def test_pairs_are_read_and_multiplied_by_a_rotation_whichever_way_it_goes(backe
     assert torch.equal(t, y)
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 @pytest.mark.parametrize("remove_interleaving", [False, True])
 def test_keys_are_split_and_rotated(backend, remove_interleaving):
     kv, k_pe = draw(S, B, A, K + V), draw(S, B, 1, R)

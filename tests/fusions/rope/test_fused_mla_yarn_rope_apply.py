@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,16 +20,24 @@ from tests.kernel_reports import in_interpreter
 PATHS = ["triton", "blocked", "reference"]
 S, B, A, K, R, V = 4, 2, 3, 5, 4, 7
 
+on_device = pytest.mark.usefixtures("on_device")
+
+
+def on_paths(test: Any) -> Any:
+    """Runs a test on each path, and on the GPU if there is one."""
+    return on_device(pytest.mark.parametrize("backend", PATHS)(test))
+
 
 def tables(rows: int = 8) -> tuple[Tensor, Tensor]:
     return yarn_cos_sin(rows, R, scaling_factor=40.0)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device()).requires_grad_()
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 def test_values_worked_out_by_hand(backend):
     cos, sin = torch.tensor([[0.0, 0.5]]), torch.tensor([[1.0, 0.5]])
     t = torch.tensor([9.0, 1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 5)
@@ -52,6 +61,7 @@ def test_arguments_have_the_names_and_the_order_of_the_field():
     assert positional(fused_apply_mla_rope_for_kv) == [*starts, *ends]
 
 
+@on_device
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_tables_of_full_width_hold_each_angle_twice(interleaved):
     def full(table: Tensor) -> Tensor:
@@ -79,7 +89,7 @@ def test_a_table_says_itself_whether_its_angles_stand_in_both_halves_or_side_by_
     assert not torch.equal(fused_apply_mla_rope_for_q(t, *in_halves, K, R), want)
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 def test_queries_are_written_elsewhere_and_can_be_rotated_back(backend):
     t = draw(S, B, A, K + R)
     before = t.detach().clone()
@@ -91,7 +101,7 @@ def test_queries_are_written_elsewhere_and_can_be_rotated_back(backend):
     torch.testing.assert_close(fused_apply_mla_rope_for_q(q, *unscaled, K, R, inverse=True, backend=backend), t)
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 def test_ranks_that_share_documents_rotate_each_token_as_the_whole_does(backend):
     cu_seqlens, T = torch.tensor([0, 8, 12], dtype=torch.int32), 12
     positions = positions_from_cu_seqlens(cu_seqlens, T)
@@ -107,6 +117,7 @@ def test_ranks_that_share_documents_rotate_each_token_as_the_whole_does(backend)
         assert torch.equal(got, k[tokens])
 
 
+@on_device
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_more_heads_than_a_tile_holds(interleaved):
     heads, k_dim, v_dim = 37, 40, 72
@@ -122,6 +133,7 @@ def test_more_heads_than_a_tile_holds(interleaved):
         torch.testing.assert_close(with_gradients(backend), want, rtol=1e-5, atol=1e-5)
 
 
+@on_device
 @pytest.mark.parametrize("backend", ["triton", "blocked"])
 def test_gradients_of_the_shared_part_are_summed_in_float32(backend):
     kv = torch.zeros(1, 1, 3, 2, dtype=torch.bfloat16, requires_grad=True)
@@ -143,7 +155,7 @@ def test_tokens_are_addressed_in_64_bits(tmp_path):
     assert v.flatten().tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 def test_nan_and_inf_are_copied_and_rotated(backend):
     kv = torch.tensor([math.nan, math.inf]).view(1, 1, 1, 2)
     k_pe = torch.tensor([math.inf, 1.0]).view(1, 1, 1, 2)

@@ -14,7 +14,13 @@ from tests.kernel_reports import in_interpreter
 PATHS = ["triton", "blocked", "reference"]
 LAYOUTS = ["neox", "interleaved", "deepseek"]
 S, B, A, G, D = 5, 2, 3, 2, 8
-QUARTER = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])  # cos and sin of 90 degrees, for two pairs
+
+on_device = pytest.mark.usefixtures("on_device")
+
+
+def on_paths(test: Any) -> Any:
+    """Runs a test on each path, and on the GPU if there is one."""
+    return on_device(pytest.mark.parametrize("backend", PATHS)(test))
 
 
 def tables(rows: int = S, half: int = D // 2) -> tuple[Tensor, Tensor]:
@@ -24,19 +30,21 @@ def tables(rows: int = S, half: int = D // 2) -> tuple[Tensor, Tensor]:
 
 def heads(num_heads: int, *, dtype: torch.dtype = torch.float32, size: int = D, tokens: int = S) -> Tensor:
     generator = torch.Generator().manual_seed(num_heads)
-    return torch.randn(tokens, B, num_heads, size, generator=generator).to(dtype).requires_grad_()
+    drawn = torch.randn(tokens, B, num_heads, size, generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 @pytest.mark.parametrize(
     ("layout", "rotated"),
     [("neox", [-3.0, -4.0, 1.0, 2.0]), ("interleaved", [-2.0, 1.0, -4.0, 3.0]), ("deepseek", [-2.0, -4.0, 1.0, 3.0])],
 )
 def test_a_quarter_turn_takes_pairs_to_minus_the_second_and_the_first(layout, rotated, backend):
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
-    y, y_k = fused_rope(x, x, *QUARTER, layout=layout, backend=backend)
+    quarter = torch.zeros(1, 2), torch.ones(1, 2)  # cos and sin of 90 degrees, for two pairs
+    y, y_k = fused_rope(x, x, *quarter, layout=layout, backend=backend)
     assert y.tolist() == y_k.tolist() == [[rotated]]
-    back, _ = fused_rope(y, None, *QUARTER, layout=layout, inverse=True, backend=backend)
+    back, _ = fused_rope(y, None, *quarter, layout=layout, inverse=True, backend=backend)
     assert back.tolist() == x.tolist()
 
 
@@ -61,7 +69,7 @@ def test_blocks_and_reference_are_equal_bit_for_bit(layout, dtype):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 def test_packed_documents_need_no_batch_dimension(backend):
     q, k = heads(A)[:, 0], heads(G)[:, 0]
     positions = torch.tensor([0, 1, 0, 1, 2])
@@ -71,13 +79,14 @@ def test_packed_documents_need_no_batch_dimension(backend):
         assert torch.equal(got, want.squeeze(1))
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 def test_without_positions_the_first_rows_of_longer_tables_are_taken(backend):
     q = heads(A)
     want, _ = fused_rope(q, None, *tables(), backend=backend)
     assert torch.equal(fused_rope(q, None, *tables(2 * S), backend=backend)[0], want)
 
 
+@on_device
 @pytest.mark.parametrize("backend", ["triton", "blocked"])
 def test_parts_of_a_packed_qkv_are_read_where_they_are(backend, monkeypatch):
     qkv = torch.randn(S, B, A + 2 * G, D)
@@ -93,6 +102,7 @@ def test_parts_of_a_packed_qkv_are_read_where_they_are(backend, monkeypatch):
         assert torch.equal(got, expected)
 
 
+@on_device
 @pytest.mark.parametrize("normed", ["q and k", "q alone", "k alone", "neither"])
 def test_more_heads_than_a_tile_holds_and_norms_of_one_of_the_two(normed):
     q, k = heads(9, size=260, tokens=2), heads(2, size=260, tokens=2)
@@ -118,7 +128,7 @@ def test_a_norm_comes_before_the_rotation_and_is_that_of_torch():
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 def test_sections_rotate_by_time_height_and_width(backend):
     cos, sin = tables(9)
     positions = torch.tensor([[0, 1, 2, 3, 3], [4, 4, 5, 5, 6], [7, 8, 7, 8, 7]])  # by time, height, width
@@ -138,7 +148,7 @@ def test_tokens_are_addressed_in_64_bits(tmp_path):
     assert y.tolist() == [[[[-2.0, -2.0, 2.0, 2.0]]]] * 3
 
 
-@pytest.mark.parametrize("backend", PATHS)
+@on_paths
 def test_nan_and_inf_stay_in_their_pair(backend):
     x = torch.tensor([math.nan, 1.0, math.inf, 2.0]).view(1, 1, 4)
     y, _ = fused_rope(x, None, torch.full((1, 2), 0.5), torch.full((1, 2), 0.5), layout="interleaved", backend=backend)
@@ -146,11 +156,12 @@ def test_nan_and_inf_stay_in_their_pair(backend):
 
 
 @pytest.mark.parametrize("position", [-1, S])
-def test_a_position_that_no_row_has_raises_on_the_cpu_and_gives_nan_in_a_kernel(position):
+def test_a_position_that_no_row_has_raises_on_the_cpu_and_gives_nan_in_a_kernel(position, device):
     positions = torch.tensor([position, 0, 0, 0, 0])
     with pytest.raises(IndexError):
         fused_rope(heads(A), None, *tables(), positions=positions)
-    y, _ = fused_rope(heads(A), None, *tables(), positions=positions, backend="triton")
+    q, cos, sin, positions = (x.to(device) for x in (heads(A), *tables(), positions))
+    y, _ = fused_rope(q, None, cos, sin, positions=positions, backend="triton")
     assert y[0].isnan().all()
     assert y[1:].isfinite().all()
 

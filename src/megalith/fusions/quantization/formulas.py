@@ -58,14 +58,21 @@ def _scales(amax: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) ->
         return exponent.to(torch.uint8), ((254 - exponent) << 23).view(torch.float32)
     if kind == "nvfp4":
         unit = 1.0 / _tensor_scale(amax_of_all)
-        scale = (amax / 6.0 * unit).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)  # at least the smallest e4m3 value
+        scale = (
+            (_divided(amax, 6.0) * unit).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)
+        )  # at least the smallest e4m3 value
         return scale.view(torch.uint8), unit / scale.float()
-    scale = (amax / FORMATS[dtype].largest).clamp_min(SMALLEST_SCALE)
+    scale = _divided(amax, FORMATS[dtype].largest).clamp_min(SMALLEST_SCALE)
     return scale, 1.0 / scale
 
 
 def _tensor_scale(amax: Tensor) -> Tensor:
-    return (amax / (448.0 * 6.0)).clamp_min(SMALLEST_TENSOR_SCALE)
+    return _divided(amax, 448.0 * 6.0).clamp_min(SMALLEST_TENSOR_SCALE)
+
+
+def _divided(x: Tensor, divisor: float) -> Tensor:
+    """The nearest float32 to the quotient: on a GPU, torch multiplies by the reciprocal of a number on the host."""
+    return x / x.new_full((), divisor)
 
 
 def _amax(x: Tensor, dtype: torch.dtype) -> Tensor:

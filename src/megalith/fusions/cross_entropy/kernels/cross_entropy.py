@@ -160,13 +160,17 @@ def _loss_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    dloss_ptr, logits_ptr, target_ptr, whole_ptr, dlogits_ptr, stride, n, num_read, num_columns, span, start,
-    vocab_size,
-    IGNORE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
-    PADDED: tl.constexpr, TILE_V: tl.constexpr,
+    dloss_ptr, logits_ptr, target_ptr, whole_ptr, dlogits_ptr, stride, n, num_read, num_columns, start,
+    IGNORE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, UNIFORM: tl.constexpr, Z_LOSS: tl.constexpr,
+    TILE_V: tl.constexpr,
 ):  # fmt: skip
-    """``span`` columns of a row, so that the row's numbers are loaded once; its target's entry is overwritten last."""
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * span
+    """A part of a row, whose numbers are loaded once; the target's entry is overwritten last.
+
+    ``num_read`` is None where there is no padding. ``UNIFORM`` is ``SMOOTHING`` over the size of the vocabulary.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.cdiv(tl.cdiv(num_columns, TILE_V), tl.num_programs(1)) * TILE_V
+    first = tl.program_id(1) * span
     end = tl.minimum(first + span, num_columns)
     target = tl.load(target_ptr + row)
     counts = target != IGNORE
@@ -181,16 +185,16 @@ def _gradient_kernel(
     total = d * near + far
     at_target = -(1.0 - SMOOTHING) * d * (near / total)
     scale = near / total
-    uniform = 0.0
     if SMOOTHING != 0.0 or Z_LOSS != 0.0:
         slope_of_lse = 2.0 * Z_LOSS * (tl.where(t > 0.0, m, x_y) + tl.log(total))
-        uniform = SMOOTHING / vocab_size
-        at_target += (far / total) * (SMOOTHING + slope_of_lse) - uniform
+        at_target += (far / total) * (SMOOTHING + slope_of_lse) - UNIFORM
         scale *= 1.0 + slope_of_lse
     if SOFTCAP is not None:  # read here, because dlogits may overwrite logits
-        _, slope = tanh_and_slope(tl.load(logits_ptr + row * stride + column, mask=here, other=0.0) / SOFTCAP)
-        at_target *= slope
-    scale, uniform = tl.where(counts, scale * g, 0.0), tl.where(counts, uniform * g, 0.0)
+        raw = tl.load(logits_ptr + row * stride + column, mask=here, other=0.0).to(tl.float32)
+        _, slope_at_target = tanh_and_slope(raw / SOFTCAP)
+        at_target *= slope_at_target
+    scale = tl.where(counts, scale * g, 0.0)
+    uniform = tl.where(counts, UNIFORM * g, 0.0) if SMOOTHING != 0.0 else 0.0
     shift = tl.where(counts & (m != float("-inf")), m, 0.0)
     for begin in range(first, end, TILE_V):
         col = begin + tl.arange(0, TILE_V)
@@ -201,7 +205,7 @@ def _gradient_kernel(
         else:
             tanh, slope = tanh_and_slope(x / SOFTCAP)
             dx = (exp(_at_most(tanh * SOFTCAP, shift) - shift) * scale - uniform) * slope
-        if PADDED:
+        if num_read is not None:
             dx = tl.where(col < n, dx, 0.0)
         tl.store(dlogits_ptr + row * num_columns + col, dx, mask=col < num_columns)
     tl.debug_barrier()  # another thread has stored that entry
@@ -252,14 +256,13 @@ def gradient_into(
         return
     logits = contiguous_columns(logits)
     n = num_true_columns(num_columns, part)
-    num_tiles = triton.cdiv(num_columns, _TILE_V)
-    num_splits = max(1, min(triton.cdiv(_GRADIENT_PROGRAMS, T), num_tiles))
-    span = triton.cdiv(num_tiles, num_splits) * _TILE_V
+    num_splits = max(1, min(triton.cdiv(_GRADIENT_PROGRAMS, T), triton.cdiv(num_columns, _TILE_V)))
+    num_read = _num_read(n, logits) or (n if n < num_columns else None)
     wrap_triton(_gradient_kernel)[(T, num_splits)](
         dloss.contiguous(), logits, target.contiguous(), whole, dlogits, logits.stride(0),
-        n, _num_read(n, logits), num_columns, span, part.start, part.vocab_size,
-        IGNORE=part.ignore_index, SOFTCAP=_cap(part), SMOOTHING=terms.smoothing, Z_LOSS=terms.z_loss,
-        PADDED=n < num_columns, TILE_V=_TILE_V, num_warps=_TILE_WARPS,
+        n, num_read, num_columns, part.start,
+        IGNORE=part.ignore_index, SOFTCAP=_cap(part), SMOOTHING=terms.smoothing,
+        UNIFORM=terms.smoothing / part.vocab_size, Z_LOSS=terms.z_loss, TILE_V=_TILE_V, num_warps=_TILE_WARPS,
     )  # fmt: skip
 
 

@@ -174,9 +174,10 @@ def _quantize_kernel(
 
     Where codes are needed twice, as they are and transposed or decoded, they are not made by the instruction, which
     gives them in pairs: ptxas 12.8, which Triton 3.6 has, merges two pairs into one register there, and then reads
-    single codes from one that none was ever written to. On an H100 the transposes of these kinds were wrong.
+    single codes from one that none was ever written to. On an H100 the transposes of these kinds were wrong, and on an
+    H200 the scales of nvfp4 in narrow tiles.
     """
-    TWICE: tl.constexpr = values_t_ptr is not None and (scale_t_ptr is None or KIND == "nvfp4")
+    TWICE: tl.constexpr = KIND == "nvfp4" or (values_t_ptr is not None and scale_t_ptr is None)
     NATIVELY: tl.constexpr = NATIVE and not TWICE
     tile_row, tile_col = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
