@@ -244,6 +244,6 @@ PARTS = {
     "train": Part(_train, 120),
     "step": Part(_step, 240),
     "experts": Part(_experts, 120),
-    "sanitizer": Part(_sanitizer, 120),
+    "sanitizer": Part(_sanitizer, 180),
     "peers": Part(_peers, 1800),
 }

@@ -176,9 +176,25 @@ def test_values_and_gradients_are_those_of_the_function_on_every_path(given, pat
             assert torch.equal(x, y)
 
 
+OF_SCORES = {
+    fusions.ScaledUpperTriangMaskedSoftmax: 0.7,
+    fusions.ScaledMaskedSoftmax: 0.7,
+    fusions.ScaledSoftmax: 0.7,
+}  # scales
+
+
+def gradient_of_scores(p: Tensor) -> Tensor:
+    """From the probabilities that are kept, which are rounded, and the upstream gradient of ``run``."""
+    torch.manual_seed(1)
+    dp = torch.randn(p.shape).bfloat16().to(p)
+    return p * (dp - (p * dp).sum(-1, keepdim=True))
+
+
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_gradients_are_rounded_once(given):
     got, exact = run(given.function.apply, given, torch.bfloat16), run(given.same, given, torch.float64)
+    if given.function in OF_SCORES:
+        exact[1] = OF_SCORES[given.function] * gradient_of_scores(got[0].double())
     for x, y in zip(got, exact, strict=True):
         if x.is_floating_point():
             assert_accurate(x, y, terms=given.shapes[0][-1])  # the most terms in any of the sums

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from benchmarks.fusions.clock import memory_of
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.cross_entropy.linear import FUSION
@@ -91,6 +92,14 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(path, device):
 
     step()
     assert largest_allocation(step) <= 8 * 512 * 4
+
+
+def test_the_logits_of_one_part_are_freed_before_those_of_the_next():
+    x, weight = torch.randn(2048, 4, requires_grad=True), torch.randn(8192, 4, requires_grad=True)
+    loss = fused_linear_cross_entropy(x, weight, torch.zeros(2048).long(), chunk_size=256, backend="blocked")
+    chunk = 256 * 8192 * 4
+    found = memory_of(lambda: torch.autograd.grad(loss.sum(), (x, weight), retain_graph=True), "cpu")
+    assert chunk < found.peak < 1.5 * chunk
 
 
 def largest_allocation(run: Any) -> int:

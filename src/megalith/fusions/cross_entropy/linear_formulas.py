@@ -181,6 +181,7 @@ class _OfLogits(NamedTuple):
                     torch.mm(dlogits.t(), x, out=dweight[rows])
                 if needs[2]:
                     torch.sum(dlogits, dim=0, out=dbias[rows])
+                del dlogits, logits  # before those of the next part are made
         return dx.to(x.dtype), dweight, dbias
 
 

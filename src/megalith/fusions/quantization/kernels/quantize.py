@@ -257,7 +257,7 @@ def _is_wide(x: Tensor) -> bool:
 
 
 def _num_warps(tile: int) -> int:
-    return min(16, max(4, tile // 512))
+    return min(16, max(4, int(tile // 512)))  # torch.compile's symbolic sizes are no numbers of warps
 
 
 op = register_without_gradient("quantize", _forward, outputs_of)
