@@ -92,7 +92,7 @@ def test_its_biases_are_apart_from_those_of_attention():
 
 def test_squared_relu_of_16_bits_is_rounded_once():
     up = torch.linspace(-3.0, 3.0, 999).to(torch.bfloat16).view(1, 1, -1)
-    got = built("squared_relu", dtype=torch.bfloat16)._activate(up, None)
+    got = built("squared_relu", dtype=torch.bfloat16)._activate(up, None, None)
     assert torch.equal(got, torch.relu(up.double()).square().to(torch.bfloat16))
 
 

@@ -19,6 +19,7 @@ from megalith.fusions import bias_gelu_impl, glu, weighted_squared_relu_impl
 from megalith.numerics.dropout import Dropout, dropout
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.local_ranges import chunk_range
+from megalith.parallel.parameters import local
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.transformer.dropout import DropoutSite
@@ -56,6 +57,8 @@ class MLP(nn.Module):
 
         self.gate_proj = column() if self.gate_activation is not None else None
         self.up_proj = column()
+        # a pass of its own in a product on a CPU, where one operation can add it and apply the activation
+        self.has_fused_bias = bias and self.activation in ("gelu", "gelu_tanh") and self.gate_proj is None
         self.entered, self.activated = DiscardableOutput("layernorm"), DiscardableOutput("mlp_act")
         self.inner_dropout = DropoutSite(inner_dropout) if inner_dropout else None
         groups = options.pg_collection
@@ -66,28 +69,29 @@ class MLP(nn.Module):
         """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
         groups = self.options.pg_collection
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
-        up = self.up_proj(x)  # [S, B, F/tp]
+        up = self.up_proj(x, skip_bias_add=self.has_fused_bias)  # [S, B, F/tp]
+        bias = local(self.up_proj.bias) if self.has_fused_bias and self.up_proj.bias is not None else None
         gate = None if self.gate_proj is None else self.gate_proj(x)  # [S, B, F/tp]
         drops = None if self.inner_dropout is None else self.inner_dropout.of(context.token_dropout_key)
-        y: Tensor = self.down_proj(self.activated(self._inner, up, gate, drops))
+        y: Tensor = self.down_proj(self.activated(self._inner, up, bias, gate, drops))
         return y
 
-    def _inner(self, up: Tensor, gate: Tensor | None, drops: Dropout | None) -> Tensor:
-        y = self._activate(up, gate)  # [S, B, F/tp]
+    def _inner(self, up: Tensor, bias: Tensor | None, gate: Tensor | None, drops: Dropout | None) -> Tensor:
+        y = self._activate(up, bias, gate)  # [S, B, F/tp]
         if drops is None or drops.key is None:
             return y
         return dropout(y, drops.p, replace(drops.key, tokens=drops.key.tokens.t()), self.feature_offset)
 
-    def _activate(self, up: Tensor, gate: Tensor | None) -> Tensor:
+    def _activate(self, up: Tensor, bias: Tensor | None, gate: Tensor | None) -> Tensor:
         if gate is not None and self.gate_activation is not None and self.gating is not None:
             return glu(gate, up, activation=self.gate_activation, offset=self.gating.offset, clamp=self.gating.clamp)
-        return plain_activation(up, self.activation)
+        return plain_activation(up, self.activation, bias)
 
 
-def plain_activation(x: Tensor, activation: Activation) -> Tensor:
-    """Applies ``activation``, one without a gate, elementwise."""
+def plain_activation(x: Tensor, activation: Activation, bias: Tensor | None = None) -> Tensor:
+    """Applies ``activation``, one without a gate, elementwise; to ``x + bias`` [..., F], if it is a form of gelu."""
     if activation == "relu":
         return torch.relu(x)
     if activation == "squared_relu":
         return weighted_squared_relu_impl(x, x.new_ones(()).expand(*x.shape[:-1], 1))
-    return bias_gelu_impl(x, None, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return bias_gelu_impl(x, bias, approximate="tanh" if activation == "gelu_tanh" else "none")

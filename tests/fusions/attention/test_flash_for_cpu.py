@@ -6,8 +6,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.fusions import fused_attention
-from megalith.fusions.attention import flash_for_cpu
+from megalith.fusions.attention import flash_for_cpu, products_for_cpu
 from megalith.fusions.attention.attention import attention_gradients
+from megalith.fusions.attention.products_for_cpu import gradients_by_products
 from megalith.packed_seq_params import PackedSeqParams
 from tests.fusions.attention.cases_of_attention import formula
 
@@ -22,8 +23,8 @@ def test_values_of_any_head_size_are_in_the_memory_that_the_compiler_is_told_of(
     torch.library.opcheck(torch.ops.megalith.attention_for_cpu.default, inputs)
 
 
-# float16, shorter rows of bfloat16, and without AMX all of them, are widened
-@pytest.mark.parametrize(("dtype", "S"), [(torch.float32, 33), (torch.bfloat16, 192)], ids=str)
+# float16, and without AMX bfloat16, are widened; the gradients of shorter rows of bfloat16 are products
+@pytest.mark.parametrize(("dtype", "S"), [(torch.float32, 33), (torch.bfloat16, 385)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_it_is_torchs_attention_bit_for_bit(dtype, S, causal, G, monkeypatch):
@@ -37,7 +38,7 @@ def test_it_is_torchs_attention_bit_for_bit(dtype, S, causal, G, monkeypatch):
     assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize(("S", "amx", "widened"), [(191, True, True), (192, True, False), (192, False, True)])
+@pytest.mark.parametrize(("S", "amx", "widened"), [(385, True, False), (385, False, True), (191, False, True)])
 def test_the_backward_of_bfloat16_is_that_of_float32_where_it_is_faster(S, amx, widened, monkeypatch):
     monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
     q, k, v = (x.bfloat16().requires_grad_() for x in torch.randn(3, S, 2, 4, 16))
@@ -73,3 +74,46 @@ def test_gradients_of_tiles_in_bfloat16_and_float32_match_float64(name, amx, mon
     want = torch.autograd.grad((want_out, want_lse), exact, (dout.double(), dlse.double()))
     for a, b in zip((out, lse, *got), (want_out, want_lse, *want), strict=True):
         assert (a.double() - b).norm() <= 6e-3 * b.norm()
+
+
+SHORT = {  # tokens, dtype, heads of keys, size of v's heads
+    "float32": (99, torch.float32, 4, 16),
+    "groups": (99, torch.float32, 2, 16),
+    "one group, other head size": (99, torch.float32, 1, 24),
+    "float16": (99, torch.float16, 4, 16),
+    "bfloat16": (35, torch.bfloat16, 2, 16),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", SHORT)
+def test_gradients_of_short_rows_are_products_that_match_float64(name, causal, monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    monkeypatch.setattr(products_for_cpu, "_ELEMENTS", 99 * 99 * 5)  # several heads at once, but not all
+    calls = []
+    monkeypatch.setattr(
+        flash_for_cpu, "gradients_by_products", lambda *x, **y: calls.append(x) or gradients_by_products(*x, **y)
+    )
+    S, dtype, G, Dv = SHORT[name]
+    q, k, v = (torch.randn(S, 3, *heads).to(dtype).requires_grad_() for heads in ((4, 16), (G, 16), (G, Dv)))
+    leaves = [q, k, v, torch.randn(4).to(dtype).requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    out, lse = fused_attention(*leaves[:3], sink=leaves[3], causal=causal)
+    dout, dlse = torch.randn(out.shape).to(dtype), torch.randn(lse.shape)
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    want = torch.autograd.grad(formula(*exact[:3], sink=exact[3], causal=causal), exact, (dout.double(), dlse.double()))
+    assert len(calls) == 1
+    for a, b in zip(got, want, strict=True):
+        assert (a.double() - b).norm() <= {2: 6e-3, 4: 2e-6}[a.element_size()] * b.norm()
+
+
+def test_what_is_masked_or_of_no_short_row_takes_torchs_kernel(monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "gradients_by_products", None)
+    packed = PackedSeqParams.from_lengths([[60, 40]])
+    for Sq, Sk, options in ((95, 95, {}), (192, 192, {}), (100, 120, {}), (100, 100, {"window": (3, 0)})):
+        q, k = torch.randn(Sq, 1, 2, 8, requires_grad=True), torch.randn(Sk, 1, 2, 8)
+        fused_attention(q, k, k, **options)[0].sum().backward()
+    q = torch.randn(100, 1, 2, 8, requires_grad=True)
+    fused_attention(q, q, q, packed_seq_params=packed)[0].sum().backward()
+    q = q.detach().double().requires_grad_()
+    fused_attention(q, q, q, backend="aten")[0].sum().backward()

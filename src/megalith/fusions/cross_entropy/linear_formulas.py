@@ -27,7 +27,7 @@ from megalith.fusions.cross_entropy.steps import Steps, steps_of_operators
 
 __all__ = ["OPERATOR", "blocked", "reference", "steps_by_chunks"]
 
-_MULTIPLE = 64  # parts of the vocabulary, except the last, have a multiple of this many rows: products like round sizes
+_MULTIPLE = 64  # parts of the vocabulary, except the last, have a multiple of this many rows, for faster products
 
 
 class _OfBack(NamedTuple):
@@ -190,10 +190,11 @@ def _chunks_of_tokens(x: Tensor, chunk_size: int) -> list[slice]:
 
 
 def _parts_of_vocabulary(x: Tensor, weight: Tensor, chunk_size: int) -> list[slice]:
-    """As many parts of the rows of ``weight`` as there are chunks of tokens: logits of all tokens need equal memory."""
-    num_parts = max(1, -(-x.shape[0] // chunk_size))
-    size = -(-max(1, weight.shape[0]) // num_parts)
-    return _slices(weight.shape[0], -(-size // _MULTIPLE) * _MULTIPLE)
+    """Slices of the rows of ``weight`` for which logits of all tokens need no more memory than those of a chunk."""
+    T, n = len(x), len(weight)
+    most = n if chunk_size >= T else n * chunk_size // T // _MULTIPLE * _MULTIPLE
+    num_parts = max(1, -(-n // max(_MULTIPLE, most)))
+    return _slices(n, -(-max(1, n) // num_parts // _MULTIPLE) * _MULTIPLE)
 
 
 def _slices(length: int, size: int) -> list[slice]:

@@ -74,16 +74,20 @@ class ColumnParallelLinear(DeclaringModule):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor | None = None, *, skip_bias_add: bool = False) -> Tensor:
         """[S, B, in] ([S/tp, B, in] under sequence parallelism) -> [S, B, out/tp].
 
-        ``weight``: for ``has_weight=False``, another module's parameter [out, in], split as the layer's own would be.
+        Args:
+            x: the input.
+            weight: for ``has_weight=False``, another module's parameter [out, in], split as the layer's own would be.
+            skip_bias_add: leaves out the bias, which the caller adds in an operation that follows.
         """
         weight = self.weight if weight is None else weight
         assert weight is not None, "a layer built with has_weight=False must be called with a weight"
         if not self.input_is_gathered:
             x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)
-        return self.options.matrix_product(x, local(weight), None if self.bias is None else local(self.bias))
+        bias = None if skip_bias_add or self.bias is None else local(self.bias)
+        return self.options.matrix_product(x, local(weight), bias)
 
 
 class BlockReplicatedLinear(DeclaringModule):
