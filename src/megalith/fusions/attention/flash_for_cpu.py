@@ -33,8 +33,8 @@ __all__ = ["op"]
 # queries per masked tile; about the fastest of 32 to 512, for windows of 128 and 512 tokens on two cores
 _QUERIES = 256
 _NONE_SEEN = float("-inf")
-# tokens of rows whose gradients products compute in less time than torch's kernel, on two cores of a Xeon: by a factor of
-# 1.2 in float32, and of 1.05 to 1.6 in bfloat16 with AMX
+# tokens of rows whose gradients products compute in less time than torch's kernel, on two cores of a Xeon: by a factor
+# of 1.2 in float32, and of 1.05 to 1.6 in bfloat16 with AMX
 _SHORT, _SHORT_WITH_AMX = range(96, 192), range(33, 385)
 _MIN_BFLOAT16_QUERIES = 192  # from this many on, torch's backward multiplies larger blocks of queries
 
