@@ -18,7 +18,7 @@ LAST_DIGIT = torch.finfo(torch.float64).eps
 
 
 def assert_same(got: Tensor, want: Tensor) -> None:
-    """Bit for bit; but on a GPU, where the compiler makes one operation of a product and a sum, to two last digits."""
+    """Bit for bit; on a GPU, whose compiler contracts products and sums into FMAs, to 2 ulp of 1 or of the value."""
     if got.is_cuda:
         digits = 2 * torch.finfo(got.dtype).eps
         torch.testing.assert_close(got, want, rtol=digits, atol=digits, equal_nan=True)

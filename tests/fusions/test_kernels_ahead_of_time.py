@@ -1,5 +1,6 @@
 """Every kernel, compiled without a GPU for each target as its operation launches it: registers, spills, memory."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from megalith.fusions import quantize
+from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tests.fusions.harness import all_cases, first_of_each_operation
 from tests.fusions.kernel_table import DTYPES, PAGE, SPILL_BUDGET, Report, compile_kernels, launches_of, page, parts_of
 from tests.kernel_reports import TARGETS, Launch, launches, ptx, without_interpreter
@@ -154,6 +156,27 @@ def assembly_of_nvfp4() -> str:
     x = torch.zeros(64, 16, dtype=torch.bfloat16)
     found = {one.kernel.__name__: one for one in launches(lambda: quantize(x, "nvfp4", backend="triton"))}
     return ptx(found["_quantize_kernel"], TARGETS["sm_90"])
+
+
+def assembly_of_gradient(softcap: float | None) -> str:
+    """The PTX of the gradient of cross entropy in place."""
+    x, weight = (torch.zeros(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (8, 4096))
+
+    def run() -> None:
+        target = torch.zeros(8).long()
+        fused_linear_cross_entropy(x, weight, target, softcap=softcap, backend="triton").sum().backward()
+
+    found = {one.kernel.__name__: one for one in launches(run)}
+    return ptx(found["_gradient_kernel"], TARGETS["sm_90"])
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_gradient_of_the_target_waits_for_all_threads(softcap):
+    """With a softcap, they also wait until all have read its logit, which the gradient overwrites."""
+    text = without_interpreter(assembly_of_gradient, softcap)
+    waits, stores = ([found.start() for found in re.finditer(what, text)] for what in (r"bar\.sync", r"st\.global"))
+    assert max(wait for wait in waits if wait < stores[-1]) > stores[-2]
+    assert (min(waits) < stores[0]) == (softcap is not None)
 
 
 @triton.jit

@@ -202,7 +202,7 @@ class TrainConfig(SettingsGroup):
     )
     fused_linear_cross_entropy: bool = Field(
         default=False,
-        description="fuse the loss with the output projection, 4096 tokens at a time: logits are not kept but "
+        description="fuse the loss with the output projection, 2048 tokens at a time: logits are not kept but "
         "recomputed in backward",
     )
     compile: bool = Field(default=False, description="torch.compile the layers (experimental: compile)")

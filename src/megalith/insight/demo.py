@@ -124,7 +124,7 @@ def _parts(num_ranks: int) -> list[tuple[str, list[str]]]:
     """The layout of each part of the training, and its settings."""
     steps = [f"train.steps={_STEPS_BEFORE_CHANGE}"], [f"train.steps={_STEPS}"]
     if num_ranks == 1:
-        return [("one GPU has one layout", steps[0]), ("resumed from the checkpoint", steps[1])]
+        return [("one layout, as there is one GPU", steps[0]), ("resumed from the checkpoint", steps[1])]
     return [
         ("data parallel", [*steps[0], "parallel.shard=2"]),
         ("tensor parallel, resumed from the same checkpoint", [*steps[1], "parallel.tensor=2"]),

@@ -28,6 +28,8 @@ from megalith.transformer.layer_context import LayerContext
 
 __all__ = ["MLP", "plain_activation"]
 
+_FUSED_WITH_BIAS = ("gelu", "gelu_tanh")
+
 
 class MLP(nn.Module):
     """The feed-forward network with ``config.activation``.
@@ -57,8 +59,8 @@ class MLP(nn.Module):
 
         self.gate_proj = column() if self.gate_activation is not None else None
         self.up_proj = column()
-        # a pass of its own in a product on a CPU, where one operation can add it and apply the activation
-        self.has_fused_bias = bias and self.activation in ("gelu", "gelu_tanh") and self.gate_proj is None
+        # adding it in the product is a separate pass on a CPU; the fused activation adds it in its own
+        self.has_fused_bias = bias and self.activation in _FUSED_WITH_BIAS and self.gate_proj is None
         self.entered, self.activated = DiscardableOutput("layernorm"), DiscardableOutput("mlp_act")
         self.inner_dropout = DropoutSite(inner_dropout) if inner_dropout else None
         groups = options.pg_collection
@@ -89,7 +91,8 @@ class MLP(nn.Module):
 
 
 def plain_activation(x: Tensor, activation: Activation, bias: Tensor | None = None) -> Tensor:
-    """Applies ``activation``, one without a gate, elementwise; to ``x + bias`` [..., F], if it is a form of gelu."""
+    """Applies ``activation``, one without a gate, elementwise; a form of gelu to ``x + bias``, with ``bias`` [F]."""
+    assert bias is None or activation in _FUSED_WITH_BIAS, "the linear layer adds the bias of other activations"
     if activation == "relu":
         return torch.relu(x)
     if activation == "squared_relu":

@@ -24,7 +24,7 @@ def test_values_of_any_head_size_are_in_the_memory_that_the_compiler_is_told_of(
 
 
 # float16, and without AMX bfloat16, are widened; the gradients of shorter rows of bfloat16 are products
-@pytest.mark.parametrize(("dtype", "S"), [(torch.float32, 33), (torch.bfloat16, 385)], ids=str)
+@pytest.mark.parametrize(("dtype", "S"), [(torch.float32, 33), (torch.bfloat16, 257)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_it_is_torchs_attention_bit_for_bit(dtype, S, causal, G, monkeypatch):
@@ -38,7 +38,9 @@ def test_it_is_torchs_attention_bit_for_bit(dtype, S, causal, G, monkeypatch):
     assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize(("S", "amx", "widened"), [(385, True, False), (385, False, True), (191, False, True)])
+@pytest.mark.parametrize(
+    ("S", "amx", "widened"), [(257, True, False), (32, True, True), (257, False, True), (191, False, True)]
+)
 def test_the_backward_of_bfloat16_is_that_of_float32_where_it_is_faster(S, amx, widened, monkeypatch):
     monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
     q, k, v = (x.bfloat16().requires_grad_() for x in torch.randn(3, S, 2, 4, 16))
@@ -107,10 +109,28 @@ def test_gradients_of_short_rows_are_products_that_match_float64(name, causal, m
         assert (a.double() - b).norm() <= {2: 6e-3, 4: 2e-6}[a.element_size()] * b.norm()
 
 
-def test_what_is_masked_or_of_no_short_row_takes_torchs_kernel(monkeypatch):
+@pytest.mark.parametrize(("dtype", "amx"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_rows_are_short_within_measured_lengths(dtype, amx, monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
+    calls = []
+
+    def recorded(*operands, **options):
+        calls.append(len(operands[2]))
+        return gradients_by_products(*operands, **options)
+
+    monkeypatch.setattr(flash_for_cpu, "gradients_by_products", recorded)
+    for S in (32, 33, 95, 96, 191, 192, 256, 257):
+        q = torch.randn(S, 1, 1, 8).to(dtype).requires_grad_()
+        fused_attention(q, q, q, backend="aten")[0].sum().backward()
+    assert calls == ([33, 95, 96, 191, 192, 256] if dtype == torch.bfloat16 and amx else [96, 191])
+
+
+def test_masks_documents_many_heads_of_one_group_and_float64_take_the_kernel_of_torch(monkeypatch):
     monkeypatch.setattr(flash_for_cpu, "gradients_by_products", None)
     packed = PackedSeqParams.from_lengths([[60, 40]])
-    for Sq, Sk, options in ((95, 95, {}), (192, 192, {}), (100, 120, {}), (100, 100, {"window": (3, 0)})):
+    many, one = torch.randn(150, 1, 64, 8, requires_grad=True), torch.randn(150, 1, 1, 8)
+    fused_attention(many, one, one)[0].sum().backward()
+    for Sq, Sk, options in ((100, 120, {}), (100, 100, {"window": (3, 0)})):
         q, k = torch.randn(Sq, 1, 2, 8, requires_grad=True), torch.randn(Sk, 1, 2, 8)
         fused_attention(q, k, k, **options)[0].sum().backward()
     q = torch.randn(100, 1, 2, 8, requires_grad=True)

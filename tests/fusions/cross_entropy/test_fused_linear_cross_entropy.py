@@ -19,7 +19,7 @@ T, H, V = 10, 16, 200  # with three tokens in a chunk, four parts of the vocabul
 every_chunked_path = pytest.mark.parametrize("path", ["triton", "blocked"])
 
 
-def example(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def example(dtype: torch.dtype, device: str, V: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, T // 2, H, generator=generator).to(device, dtype)
     weight = torch.randn(V, H, generator=generator).to(device, dtype)
@@ -29,8 +29,10 @@ def example(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Te
 
 @every_chunked_path
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_it_is_the_loss_of_linear_with_sums_in_float32(dtype, path, device):
-    x, weight, bias, target = example(dtype, device)
+@pytest.mark.parametrize("num_words", [V, 7])  # with fewer words than tokens, chunks of tokens take the place of parts
+def test_it_is_the_loss_of_linear_with_sums_in_float32(dtype, num_words, path, device):
+    x, weight, bias, target = example(dtype, device, num_words)
+    target = target % num_words
     dloss = torch.randn(2, T // 2, generator=torch.Generator().manual_seed(4)).to(device)
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 10.0, "backend": path}
     loss = fused_linear_cross_entropy(x, weight, target, bias=bias, chunk_size=3, **options)

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +16,9 @@ from megalith.fusions import (
     fused_mla_rope_out_of_place,
     yarn_cos_sin,
 )
+from tests.fusions.rope.paths import on_paths
 
-PATHS = ["triton", "blocked", "reference"]
 S, B, A, K, R, V = 4, 2, 3, 5, 6, 7
-
-on_device = pytest.mark.usefixtures("on_device")
-
-
-def on_paths(test: Any) -> Any:
-    """Runs a test on each path, and on the GPU if there is one."""
-    return on_device(pytest.mark.parametrize("backend", PATHS)(test))
 
 
 def angles() -> Tensor:

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,17 +14,10 @@ from megalith.fusions import (
     positions_from_cu_seqlens,
     yarn_cos_sin,
 )
+from tests.fusions.rope.paths import PATHS, on_device, on_paths
 from tests.kernel_reports import in_interpreter
 
-PATHS = ["triton", "blocked", "reference"]
 S, B, A, K, R, V = 4, 2, 3, 5, 4, 7
-
-on_device = pytest.mark.usefixtures("on_device")
-
-
-def on_paths(test: Any) -> Any:
-    """Runs a test on each path, and on the GPU if there is one."""
-    return on_device(pytest.mark.parametrize("backend", PATHS)(test))
 
 
 def tables(rows: int = 8) -> tuple[Tensor, Tensor]:

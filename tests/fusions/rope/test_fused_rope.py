@@ -10,18 +10,11 @@ from torch import Tensor
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import fused_rope
 from tests.accuracy import assert_same
+from tests.fusions.rope.paths import on_device, on_paths
 from tests.kernel_reports import in_interpreter
 
-PATHS = ["triton", "blocked", "reference"]
 LAYOUTS = ["neox", "interleaved", "deepseek"]
 S, B, A, G, D = 5, 2, 3, 2, 8
-
-on_device = pytest.mark.usefixtures("on_device")
-
-
-def on_paths(test: Any) -> Any:
-    """Runs a test on each path, and on the GPU if there is one."""
-    return on_device(pytest.mark.parametrize("backend", PATHS)(test))
 
 
 def tables(rows: int = S, half: int = D // 2) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ def test_what_cannot_be_shown_is_told(recorded, monkeypatch):
         "path triton: no triton here",
         "precision.dtype=bfloat16: rounding would hide differences; float32 and float64 were run",
         "train.compile=true: each rank compiles its own layers; they were run in eager mode",
-        "train.fused_linear_cross_entropy=true: a small micro-batch fits in one chunk of 4096 tokens",
+        "train.fused_linear_cross_entropy=true: a small micro-batch fits in one chunk of 2048 tokens",
     ]
     assert [one["match"] for one in recorded.small["optim"]["overrides"]] == ["*norm*"]
 

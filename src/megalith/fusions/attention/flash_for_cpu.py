@@ -6,9 +6,8 @@ no query sees are in no tile, and cost nothing. For queries after a cache, docum
 call for each row would cost more than it saves.
 
 float16 is widened to float32: that is faster than torch's float16 kernels, which also accumulate the gradient of v in
-16 bits. The backward of short rows is computed by ``products_for_cpu``, because torch multiplies blocks of only 32
-queries below 192. That of bfloat16 is computed in float32 where that is faster too: in tiles of fewer queries than 192,
-and on a CPU without AMX.
+16 bits. ``products_for_cpu`` computes the backward of short rows, where torch's kernel is slower. Elsewhere the
+backward of bfloat16 is computed in float32 if that is faster: for fewer than 192 queries, and on a CPU without AMX.
 
 torch's kernels require one head size for q, k and v, and do not differentiate the log-sum-exp. Smaller heads are padded
 with zero columns. Backward adds two more columns, ones in v and dlse in dout, so that dout v^T becomes dout v^T + dlse,
@@ -33,9 +32,10 @@ __all__ = ["op"]
 # queries per masked tile; about the fastest of 32 to 512, for windows of 128 and 512 tokens on two cores
 _QUERIES = 256
 _NONE_SEEN = float("-inf")
-# tokens of rows whose gradients products compute in less time than torch's kernel, on two cores of a Xeon: by a factor
-# of 1.2 in float32, and of 1.05 to 1.6 in bfloat16 with AMX
-_SHORT, _SHORT_WITH_AMX = range(96, 192), range(33, 385)
+# lengths of rows for which ``products_for_cpu`` is faster than torch's kernel, in float32 and in bfloat16 with AMX
+# (benchmarks/results/attention-rows-cpu-20261127.md), and the most scores that it keeps in memory at once
+_SHORT, _SHORT_WITH_AMX = range(96, 192), range(33, 257)
+_MOST_SCORES = 1 << 20
 _MIN_BFLOAT16_QUERIES = 192  # from this many on, torch's backward multiplies larger blocks of queries
 
 
@@ -76,8 +76,8 @@ def _tiles_of(
     """The tiles for ``sizes`` queries and keys starting at ``start``, with the last query aligned with the last key."""
     Sq, Sk = sizes
     beside = Sk - Sq  # query i is aligned with key i + beside
-    if left >= Sk - 1 and (right >= Sq - 1 or right == beside == 0):
-        causal = right < Sq - 1
+    causal = _causal_if_unmasked(Sq, Sk, left, right)
+    if causal is not None:
         yield _Tile(rows, slice(start, start + Sq), slice(start, start + Sk), causal)
         return
     for first in range(max(0, -beside - right), Sq, _QUERIES):  # queries before those see no key
@@ -128,10 +128,9 @@ def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor,
     D, Dv, dtype = q.shape[-1], v.shape[-1], q.dtype
     dout = torch.zeros_like(out) if dout is None else dout
     dsink = q.new_empty(0) if sink is None else sink_gradient(dout, dlse, out, lse, sink)
-    tile = _short_row(q, k, bounds, left, right)
-    if tile is not None:
+    if bounds is None and _is_short(q, k) and (causal := _causal_if_unmasked(len(q), len(k), left, right)) is not None:
         in_products = dtype if dtype == torch.bfloat16 and _has_amx() else torch.float32
-        gradients = gradients_by_products(dout, dlse, q, k, v, out, lse, scale, causal=tile.causal, dtype=in_products)
+        gradients = gradients_by_products(dout, dlse, q, k, v, out, lse, scale, causal=causal, dtype=in_products)
         dq, dk, dv = (_heads_last(x.to(dtype)).permute(2, 0, 1, 3) for x in gradients)
         return dq, dk, dv, dsink
     width = max(D, Dv) + (0 if dlse is None else 2)
@@ -158,16 +157,18 @@ def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor,
     return dq, dk, dv, dsink
 
 
-def _short_row(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> _Tile | None:
-    """The tile of ``q`` [S, B, A, D] and ``k``, if it is one without a mask and short, and each query sees a key."""
+def _is_short(q: Tensor, k: Tensor) -> bool:
+    """Whether the gradients of rows ``q`` [S, B, A, D] and ``k`` [Sk, B, G, D] are computed faster by products."""
     short = _SHORT_WITH_AMX if q.dtype == torch.bfloat16 and _has_amx() else _SHORT
-    if bounds is not None or q.dtype == torch.float64 or len(q) not in short or len(k) not in short:
-        return None
-    heads_first = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
-    tiles = _tiles(*heads_first, None, left, right)
-    if not _is_all(tiles, *heads_first) or tiles[0].mask is not None or (tiles[0].causal and len(q) != len(k)):
-        return None
-    return tiles[0]
+    num_scores = q.shape[2] // k.shape[2] * len(q) * len(k)  # of the query heads that share keys
+    return q.dtype != torch.float64 and len(q) in short and len(k) in short and num_scores <= _MOST_SCORES
+
+
+def _causal_if_unmasked(Sq: int, Sk: int, left: int, right: int) -> bool | None:
+    """Whether attention is causal, if all pairs, or all causal pairs of equally long rows, are visible; else None."""
+    if left >= Sk - 1 and (right >= Sq - 1 or right == Sk - Sq == 0):
+        return right < Sq - 1
+    return None
 
 
 def _is_all(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:

@@ -4,10 +4,9 @@
     dS = scale P (dout v^T - delta + dlse)      dq = dS k,  dk = dS^T q         delta = sum over D of dout out
 
 torch's kernel multiplies tiles of only 32 queries in rows below 192. Here the first two products are in float32, since
-P and dS need its digits, and with AMX the others are in bfloat16, with P and dS rounded, as in torch's kernel. dq and
-dk are multiplied by the scale at the end.
+P and dS need its digits, and with AMX the others are in bfloat16, with P and dS rounded, as in torch's kernel.
 
-[B G, S, D]: heads of keys first. The R query heads that share the keys of one lie below each other: [B G, R S, D].
+Tensors are reshaped to [B G, S, D], one matrix per key head. The R query heads of a group are stacked: [B G, R S, D].
 """
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["gradients_by_products"]
 
-_ELEMENTS = 1 << 19  # of P at a time: two megabytes, about a core's L2 cache
+_ELEMENTS = 1 << 19  # of P at a time, unless one head has more: two megabytes, about a core's L2 cache
 
 
 def gradients_by_products(
@@ -36,7 +35,7 @@ def gradients_by_products(
     (S, B, A, D), (Sk, _, G, Dv), R = q.shape, v.shape, q.shape[2] // k.shape[2]
     delta = (dout.float() * out.float()).sum(dim=-1).permute(1, 2, 0)  # [B, A, S]
     delta = delta if dlse is None else delta - dlse
-    delta, lse = (x.reshape(B * G, R * S, 1) for x in (delta, lse.float()))
+    scaled_delta, lse = (x.reshape(B * G, R * S, 1) for x in (scale * delta, lse.float()))
     rows = [_rows(x, G) for x in (q, k, v, dout)]
     dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in rows[:3])
     most = max(1, _ELEMENTS // (R * S * Sk))
@@ -52,12 +51,11 @@ def gradients_by_products(
         p.baddbmm_(wide_q, wide_k.mT, beta=0.0, alpha=scale).sub_(lse[heads]).exp_()
         if causal:
             p.unflatten(1, (R, S)).tril_()
-        torch.bmm(wide_dout, wide_v.mT, out=ds).sub_(delta[heads]).mul_(p)
+        ds.baddbmm_(wide_dout, wide_v.mT, beta=0.0, alpha=scale).sub_(scaled_delta[heads]).mul_(p)
         p, ds = (_cast(x, memory[:num]) for x, memory in zip((p, ds), of_scores[1], strict=True))
         torch.bmm(p.mT, own_dout, out=dv[heads])
         torch.bmm(ds, own_k, out=dq[heads])
         torch.bmm(ds.mT, own_q, out=dk[heads])
-    dq, dk = dq.mul_(scale), dk.mul_(scale)
     return dq.view(B, A, S, D), dk.view(B, G, Sk, D), dv.view(B, G, Sk, Dv)
 
 

@@ -5,15 +5,15 @@
     dw     = sum over T of dlogits^T x      dbias = sum over T of dlogits
 
 Forward computes the statistics of the logits chunk by chunk, discards the logits, and gathers the statistics of all
-tokens in one collective. Backward recomputes the logits of all tokens, for one part of the vocabulary at a time,
-overwrites them with their gradient, and multiplies. Upstream gradients may therefore differ per token, and evaluation
-computes no gradients. Computing gradients in forward would save a quarter of the multiplications, but requires the
-upstream gradient in advance: see Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989. Wijmans et al. 2024, "Cut Your
-Losses", arXiv:2411.09009, never store logits.
+tokens in one collective. Backward recomputes the logits of all tokens, for one part of the vocabulary at a time (or of
+some tokens, if there are more tokens than words), overwrites them with their gradient, and multiplies. Upstream
+gradients may therefore differ per token, and evaluation computes no gradients. Computing gradients in forward would
+save a quarter of the multiplications, but requires the upstream gradient in advance: see Hsu et al. 2024, "Liger
+Kernel", arXiv:2410.10989. Wijmans et al. 2024, "Cut Your Losses", arXiv:2411.09009, never store logits.
 
 T tokens (leading dimensions flattened), H hidden, V vocabulary. Saved for backward: x, weight and bias themselves, 12T
 bytes of statistics and the targets. Lower bound: 8THV/tp operations, 2 forward and 6 backward; in addition to inputs
-and gradients, ``chunk_size`` V/tp elements of memory, and in backward dx in float32.
+and gradients, ``chunk_size`` V/tp elements of memory, and in backward the smaller of dx and dweight in float32.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,8 @@ from megalith.topology.collectives import copy_to_tensor_model_parallel_region, 
 
 __all__ = ["FUSION", "fused_linear_cross_entropy"]
 
-_CHUNK_SIZE = 2048  # tokens; from a sweep on an H200, where 512 to 8192 of 8192 tokens take equally long
+# tokens; on an H200, 512 to 8192 of 8192 take equally long (benchmarks/results/gpu-tests-20261127.md)
+_CHUNK_SIZE = 2048
 
 
 def fused_linear_cross_entropy(
@@ -70,7 +71,7 @@ def fused_linear_cross_entropy(
         sequence_parallel: ``x`` is [S/tp, ..., H], this rank's part of dim 0. It is gathered here, and its gradient is
             reduce-scattered. ``target`` is not split.
         chunk_size: tokens whose logits are in memory at a time, by default 2048; all on reference and compile paths.
-            Backward holds logits of as many elements: those of all tokens, for a part of the vocabulary.
+            Backward holds as many logits, of all tokens for a part of the vocabulary, which has at least 64 words.
         label_smoothing: this and the rest as in ``fused_vocab_parallel_cross_entropy``; columns are rows of ``weight``.
         smoothing: "torch" or "nemo".
         z_loss: the weight of lse^2.

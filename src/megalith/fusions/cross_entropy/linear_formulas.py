@@ -1,9 +1,10 @@
 """Implements the formulas stated in ``linear``, at once or in chunks.
 
 Statistics, loss and gradient for given logits come from a path of cross entropy; this module computes, uses and
-discards the logits of each chunk: in forward of some tokens, for their statistics, and in backward of all tokens for a
-part of the vocabulary, as on a rank that holds only that part. So the weight's gradient is written once, and only dx,
-which is smaller, is a sum over chunks. T tokens, H hidden, n rows of the weight in this part.
+discards the logits of one tile at a time: in forward those of some tokens, for their statistics, and in backward those
+of all tokens for a part of the vocabulary, as on a rank that holds only that part, or of some tokens if there are more
+tokens than rows of the weight. So the larger of dx and the weight's gradient is written once, and the smaller is a sum.
+T tokens, H hidden, n rows of the weight in this part.
 """
 
 # ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
@@ -167,34 +168,42 @@ class _OfLogits(NamedTuple):
         *options: Unpack[_OfBack],
     ) -> tuple[Tensor, Tensor, Tensor]:
         start, needs = options[0], _OfBack(*options).needs
-        dx, dweight, dbias = _gradients(dloss, x, weight, bias, chunk_size, target, whole, *options)
-        parts = _parts_of_vocabulary(x, weight, chunk_size)
-        if needs[0]:  # a single product is rounded once anyway, without a wide accumulator
-            dx = dx.new_zeros(dx.shape, dtype=x.dtype if len(parts) == 1 else wide(x.dtype))
+        tiles = _tiles(x, weight, chunk_size)
+        # a single product is rounded once anyway; several are summed in a wide accumulator
+        kinds = (wide(x.dtype) if len({tile[dim].start for tile in tiles}) > 1 else x.dtype for dim in (1, 0, 0))
+        sizes = _sizes(x, weight, bias, needs)
+        dx, dweight, dbias = (x.new_zeros(size, dtype=kind) for size, kind in zip(sizes, kinds, strict=True))
         with without_autocast(x):
-            for rows in parts:
-                dlogits = logits = linear(x, weight[rows], None if bias is None else bias[rows])
-                self.gradient_into(dlogits, dloss, logits, target, whole, start + rows.start, *options[1:-1])
+            for rows, words in tiles:
+                dlogits = logits = linear(x[rows], weight[words], None if bias is None else bias[words])
+                rest = target[rows], whole[rows], start + words.start, *options[1:-1]
+                self.gradient_into(dlogits, dloss[rows], logits, *rest)
                 if needs[0]:
-                    _add_product(dx, dlogits, weight[rows], first=rows.start == 0)
+                    _add_product(dx[rows], dlogits, weight[words], first=words.start == 0)
                 if needs[1]:
-                    torch.mm(dlogits.t(), x, out=dweight[rows])
+                    _add_product(dweight[words], dlogits.t(), x[rows], first=rows.start == 0)
                 if needs[2]:
-                    torch.sum(dlogits, dim=0, out=dbias[rows])
-                del dlogits, logits  # before those of the next part are made
-        return dx.to(x.dtype), dweight, dbias
+                    dbias[words] += dlogits.sum(dim=0, dtype=dbias.dtype)
+                del dlogits, logits  # before those of the next tile are made
+        return dx.to(x.dtype), dweight.to(x.dtype), dbias.to(x.dtype)
 
 
 def _chunks_of_tokens(x: Tensor, chunk_size: int) -> list[slice]:
-    return _slices(x.shape[0], chunk_size)
+    return _slices(len(x), chunk_size)
 
 
-def _parts_of_vocabulary(x: Tensor, weight: Tensor, chunk_size: int) -> list[slice]:
-    """Slices of the rows of ``weight`` for which logits of all tokens need no more memory than those of a chunk."""
+def _tiles(x: Tensor, weight: Tensor, chunk_size: int) -> list[tuple[slice, slice]]:
+    """Tokens and rows of ``weight`` of each tile of logits, as large as those of a chunk of tokens.
+
+    Either all tokens and a part of the vocabulary, so that only dx is a sum over tiles; or, if there are more tokens
+    than rows of ``weight``, a chunk of them and the whole vocabulary: then the weight's gradient is smaller.
+    """
     T, n = len(x), len(weight)
+    if n < T:
+        return [(rows, slice(0, n)) for rows in _chunks_of_tokens(x, chunk_size)]
     most = n if chunk_size >= T else n * chunk_size // T // _MULTIPLE * _MULTIPLE
     num_parts = max(1, -(-n // max(_MULTIPLE, most)))
-    return _slices(n, -(-max(1, n) // num_parts // _MULTIPLE) * _MULTIPLE)
+    return [(slice(0, T), words) for words in _slices(n, -(-n // num_parts // _MULTIPLE) * _MULTIPLE or 1)]
 
 
 def _slices(length: int, size: int) -> list[slice]:

@@ -189,8 +189,9 @@ def _gradient_kernel(
         slope_of_lse = 2.0 * Z_LOSS * (tl.where(t > 0.0, m, x_y) + tl.log(total))
         at_target += (far / total) * (SMOOTHING + slope_of_lse) - UNIFORM
         scale *= 1.0 + slope_of_lse
-    if SOFTCAP is not None:  # read here, because dlogits may overwrite logits
+    if SOFTCAP is not None:
         raw = tl.load(logits_ptr + row * stride + column, mask=here, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # dlogits may be logits: no thread may store before all have read
         _, slope_at_target = tanh_and_slope(raw / SOFTCAP)
         at_target *= slope_at_target
     scale = tl.where(counts, scale * g, 0.0)

@@ -183,7 +183,7 @@ def _unpermute_back(
         wrap_triton(_unpermute_back_kernel)[(num_programs, num_tiles)](
             dy, permuted, probs, row_of, token_of, dpermuted, parts, dy.stride(0), permuted.stride(0), *probs.stride(),
             R, H, S=S, BLOCK_H=block_h, BLOCK_R=_BLOCK_R,
-            num_warps=max(4, int(block_h // 512)),  # torch.compile's symbolic sizes are no numbers of warps
+            num_warps=max(4, int(block_h // 512)),  # an int also where torch.compile traces symbolic sizes
         )  # fmt: skip
     return dpermuted, dprobs if num_tiles == 1 else parts.sum(dim=-1).to(dprobs.dtype)
 

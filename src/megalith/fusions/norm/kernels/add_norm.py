@@ -112,7 +112,7 @@ def _backward(
 
 def _tile(H: int, key: Tensor | None) -> dict[str, int]:
     """Rows per step, columns per row, and warps; one row with dropout, whose mask is generated row by row."""
-    block = max(4, int(triton.next_power_of_2(H)))  # torch.compile's symbolic sizes are no numbers of warps
+    block = max(4, int(triton.next_power_of_2(H)))  # an int also where torch.compile traces symbolic sizes
     rows = 1 if key is not None else max(1, _ELEMENTS // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(_MOST_WARPS, max(1, rows * block // (32 * _OF_THREAD)))}
 

@@ -174,7 +174,7 @@ def _quantize_kernel(
 
     Where codes are needed twice, as they are and transposed or decoded, they are not made by the instruction, which
     gives them in pairs: ptxas 12.8, which Triton 3.6 has, merges two pairs into one register there, and then reads
-    single codes from one that none was ever written to. On an H100 the transposes of these kinds were wrong, and on an
+    single codes from a register that was never written. On an H100 the transposes of these kinds were wrong, and on an
     H200 the scales of nvfp4 in narrow tiles.
     """
     TWICE: tl.constexpr = KIND == "nvfp4" or (values_t_ptr is not None and scale_t_ptr is None)
@@ -257,7 +257,7 @@ def _is_wide(x: Tensor) -> bool:
 
 
 def _num_warps(tile: int) -> int:
-    return min(16, max(4, int(tile // 512)))  # torch.compile's symbolic sizes are no numbers of warps
+    return min(16, max(4, int(tile // 512)))  # an int also where torch.compile traces symbolic sizes
 
 
 op = register_without_gradient("quantize", _forward, outputs_of)

@@ -230,7 +230,7 @@ def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Unpack[BackSetting
 
 
 def _num_warps(elements: int) -> int:
-    return max(4, min(16, int(elements // _OF_WARP)))  # torch.compile's symbolic sizes are no numbers of warps
+    return max(4, min(16, int(elements // _OF_WARP)))  # an int also where torch.compile traces symbolic sizes
 
 
 op = OPERATOR.register("masked_softmax", _forward, _backward)
