@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,8 +15,6 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required for deterministic 
 for number in (signal.SIGINT, signal.SIGHUP):  # ignored, and so inherited, under nohup and in background jobs
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
-from megalith.errors import BackendError  # noqa: E402  below the variable that it reads
-
 settings.register_profile("no deadline", deadline=None)  # the default, 200 ms per example, fails on a busy machine
 settings.load_profile("no deadline")
 torch.set_num_threads(1)  # tensors are small, and threads that share a busy core wait 8 ms for each other
@@ -37,18 +35,6 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=ON_GPU)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """On a GPU, skips a test of the path "aten" whose call torch's kernels do not take there."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {}).values()
-    try:
-        yield
-    except BackendError as error:
-        if ON_GPU and "aten" in parameters and "backend='aten'" in str(error):
-            pytest.skip(str(error))
-        raise
 
 
 @pytest.fixture
