@@ -2,13 +2,13 @@
 
     python -m benchmarks.bert_tiny FOLDER [SEED ...]
 
-For each seed, on the demo's corpus, with two ranks on this machine:
+For each seed, on the demo's corpus, in one process on this machine:
 
     pretraining   recipe bert-tiny; held-out accuracy on masked tokens, compared with predictions from counts
     fine-tuning   recipe classification-tiny, which predicts the standard-library package of a passage: from the
                   pretrained model and from scratch, compared with the most common package and a bag of words
 
-Each rank takes its share of a batch at once, which is faster than the recipes' micro-batches for up to eight ranks.
+Each step is one micro-batch, which is faster than the recipes' micro-batches for up to eight ranks.
 
 The bag of words follows scikit-learn's defaults: a logistic regression (C = 1) on the word counts of a passage, where a
 word is two or more letters, digits or underscores, in lower case (CountVectorizer); L-BFGS minimizes its objective.
@@ -42,7 +42,6 @@ from megalith.storage import write_json_atomic
 from megalith.training.inference import evaluate_checkpoint, load_model
 
 IntArray = npt.NDArray[np.int64]
-_RANKS = 2
 _HELD_OUT, _SAMPLES = 0.1, 512
 _PACKAGES, _LINES, _TOKENS = 12, 4, 126
 _EACH = 400  # training passages per package: pretraining helps most when labels are few
@@ -51,7 +50,10 @@ _WORD = re.compile(r"\b\w\w+\b")
 
 @dataclass(frozen=True)
 class Result:
-    """Results for one seed: accuracies as fractions, loss in nats per token, and the minutes of pretraining."""
+    """Results for one seed: accuracies as fractions, loss in nats per token, minutes of training and its evaluations.
+
+    ``finetuning_minutes`` are those of the run from the pretrained model.
+    """
 
     seed: int
     masked_accuracy: float
@@ -59,6 +61,7 @@ class Result:
     from_pretrained: float
     from_scratch: float
     minutes: float
+    finetuning_minutes: float
 
     def holds(self, guessing: MaskedBaselines, without: "WithoutAModel") -> bool:
         """Whether the recipes meet their goals."""
@@ -83,11 +86,13 @@ def main(folder: Path, seeds: list[int]) -> int:
     holds = True
     for seed in seeds:
         pretrained = folder / f"seed-{seed}" / "pretrained"
-        minutes = _pretrain(pretrained, seed, text)
+        minutes = _minutes("bert-tiny", pretrained, seed, text, "train.micro_batch_size=16")
         guessing = _guessing(pretrained, text)
         [masked] = evaluate_checkpoint(pretrained, None, _SAMPLES)
         tuned = [_finetune(folder / f"seed-{seed}", seed, passages, start) for start in (pretrained, None)]
-        results.append(Result(seed, masked.means["mlm_accuracy"], masked.loss, *tuned, minutes))
+        (from_pretrained, finetuning_minutes), (from_scratch, _) = tuned
+        accuracies = masked.means["mlm_accuracy"], masked.loss, from_pretrained, from_scratch
+        results.append(Result(seed, *accuracies, minutes, finetuning_minutes))
         holds = holds and results[-1].holds(guessing, without)
         print(results[-1], "holds" if results[-1].holds(guessing, without) else "FAILS", flush=True)
         print(f"  {guessing}; {without}", flush=True)
@@ -123,28 +128,21 @@ def _texts(folder: Path) -> tuple[str, str]:
     return str(found.prefix), str(out)
 
 
-def _pretrain(run: Path, seed: int, text: str) -> float:
-    """Returns the minutes it took; NaN if the run already existed."""
-    started = perf_counter()
-    was_there = (run / "checkpoints").exists()
-    overrides = [f"data.train={text}", f"data.valid={text}-valid", f"train.seed={seed}", _whole(16)]
-    train(_RANKS, "bert-tiny", run, overrides)
+def _minutes(recipe: str, run: Path, seed: int, text: str, *overrides: str) -> float:
+    """Trains the recipe and returns the minutes it took; NaN if the run already existed."""
+    started, was_there = perf_counter(), (run / "checkpoints").exists()
+    train(1, recipe, run, [f"data.train={text}", f"data.valid={text}-valid", f"train.seed={seed}", *overrides])
     return float("nan") if was_there else (perf_counter() - started) / 60
 
 
-def _finetune(folder: Path, seed: int, passages: str, start: Path | None) -> float:
-    """The held-out accuracy of a classifier that starts from the run ``start``, or from random weights."""
+def _finetune(folder: Path, seed: int, passages: str, start: Path | None) -> tuple[float, float]:
+    """Held-out accuracy and minutes of a classifier that starts from the run ``start``, or from random weights."""
     run = folder / ("from-scratch" if start is None else "from-pretrained")
-    overrides = [f"data.train={passages}", f"data.valid={passages}-valid", f"train.seed={seed}"]
-    overrides += [f"model.bert.num_classes={_PACKAGES}", _whole(32)]
-    train(_RANKS, "classification-tiny", run, overrides + ([] if start is None else ["--from", str(start)]))
+    overrides = [f"model.bert.num_classes={_PACKAGES}", "train.micro_batch_size=32"]
+    overrides += [] if start is None else ["--from", str(start)]
+    minutes = _minutes("classification-tiny", run, seed, passages, *overrides)
     [found] = evaluate_checkpoint(run, None, None)
-    return found.means["accuracy"]
-
-
-def _whole(global_batch_size: int) -> str:
-    """One micro-batch per rank and step, for the ``global_batch_size`` of a recipe."""
-    return f"train.micro_batch_size={global_batch_size // _RANKS}"
+    return found.means["accuracy"], minutes
 
 
 def _guessing(run: Path, text: str) -> MaskedBaselines:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.t5_tiny FOLDER [SEED ...]
 
-For each seed, the recipe is trained on the demo's corpus, with two ranks on this machine. The accuracy on the missing
+For each seed, the recipe is trained on the demo's corpus, in one process on this machine. The accuracy on the missing
 tokens of held-out texts, each predicted from the correct tokens before it, is compared with predictions from counts:
 the most frequent token, and the token that most often follows the one before it in the text.
 
@@ -61,7 +61,7 @@ def main(folder: Path, seeds: list[int]) -> int:
         run = folder / f"seed-{seed}" / "t5"
         started, was_there = perf_counter(), (run / "checkpoints").exists()
         overrides = [f"data.train={prefix}", f"data.valid={text.valid_prefix}", f"train.seed={seed}"]
-        train(2, "t5-tiny", run, [*overrides, "train.micro_batch_size=16"])  # the share of a rank
+        train(1, "t5-tiny", run, [*overrides, "train.micro_batch_size=32"])  # the whole step
         minutes = float("nan") if was_there else (perf_counter() - started) / 60
         [found] = evaluate_checkpoint(run, None, _SAMPLES)
         guessing = _guessing(run, prefix)

@@ -78,6 +78,19 @@ def test_gradients_of_tiles_in_bfloat16_and_float32_match_float64(name, amx, mon
         assert (a.double() - b).norm() <= 6e-3 * b.norm()
 
 
+def lengths_given_to_products(monkeypatch, fewest_matrices=1):
+    """A list that grows by the number of queries with each call of ``gradients_by_products``."""
+    lengths = []
+
+    def recorded(*operands, **options):
+        lengths.append(len(operands[2]))
+        return gradients_by_products(*operands, **options)
+
+    monkeypatch.setattr(flash_for_cpu, "gradients_by_products", recorded)
+    monkeypatch.setattr(flash_for_cpu, "_FEWEST_MATRICES", fewest_matrices)
+    return lengths
+
+
 SHORT = {  # tokens, dtype, heads of keys, size of v's heads
     "float32": (99, torch.float32, 4, 16),
     "groups": (99, torch.float32, 2, 16),
@@ -92,10 +105,7 @@ SHORT = {  # tokens, dtype, heads of keys, size of v's heads
 def test_gradients_of_short_rows_are_products_that_match_float64(name, causal, monkeypatch):
     monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
     monkeypatch.setattr(products_for_cpu, "_ELEMENTS", 99 * 99 * 5)  # several heads at once, but not all
-    calls = []
-    monkeypatch.setattr(
-        flash_for_cpu, "gradients_by_products", lambda *x, **y: calls.append(x) or gradients_by_products(*x, **y)
-    )
+    calls = lengths_given_to_products(monkeypatch)
     S, dtype, G, Dv = SHORT[name]
     q, k, v = (torch.randn(S, 3, *heads).to(dtype).requires_grad_() for heads in ((4, 16), (G, 16), (G, Dv)))
     leaves = [q, k, v, torch.randn(4).to(dtype).requires_grad_()]
@@ -104,7 +114,7 @@ def test_gradients_of_short_rows_are_products_that_match_float64(name, causal, m
     dout, dlse = torch.randn(out.shape).to(dtype), torch.randn(lse.shape)
     got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     want = torch.autograd.grad(formula(*exact[:3], sink=exact[3], causal=causal), exact, (dout.double(), dlse.double()))
-    assert len(calls) == 1
+    assert calls == [S]
     for a, b in zip(got, want, strict=True):
         assert (a.double() - b).norm() <= {2: 6e-3, 4: 2e-6}[a.element_size()] * b.norm()
 
@@ -112,32 +122,65 @@ def test_gradients_of_short_rows_are_products_that_match_float64(name, causal, m
 @pytest.mark.parametrize(("dtype", "amx"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_rows_are_short_within_measured_lengths(dtype, amx, monkeypatch):
     monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
-    calls = []
-
-    def recorded(*operands, **options):
-        calls.append(len(operands[2]))
-        return gradients_by_products(*operands, **options)
-
-    monkeypatch.setattr(flash_for_cpu, "gradients_by_products", recorded)
+    calls = lengths_given_to_products(monkeypatch)
     for S in (32, 33, 95, 96, 191, 192, 256, 257):
         q = torch.randn(S, 1, 1, 8).to(dtype).requires_grad_()
         fused_attention(q, q, q, backend="aten")[0].sum().backward()
     assert calls == ([33, 95, 96, 191, 192, 256] if dtype == torch.bfloat16 and amx else [96, 191])
 
 
-def test_masks_documents_many_heads_of_one_group_and_float64_take_the_kernel_of_torch(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        flash_for_cpu, "gradients_by_products", lambda *x, **y: calls.append(x) or gradients_by_products(*x, **y)
-    )
-    packed = PackedSeqParams.from_lengths([[60, 40]])
+def test_masks_many_heads_of_one_group_and_float64_take_the_kernel_of_torch(monkeypatch):
+    calls = lengths_given_to_products(monkeypatch)
     many, one = torch.randn(150, 1, 64, 8, requires_grad=True), torch.randn(150, 1, 1, 8)
     fused_attention(many, one, one)[0].sum().backward()
     for Sq, Sk, options in ((100, 120, {}), (100, 100, {"window": (3, 0)})):
         q, k = torch.randn(Sq, 1, 2, 8, requires_grad=True), torch.randn(Sk, 1, 2, 8)
         fused_attention(q, k, k, **options)[0].sum().backward()
-    q = torch.randn(100, 1, 2, 8, requires_grad=True)
-    fused_attention(q, q, q, packed_seq_params=packed)[0].sum().backward()
-    q = q.detach().double().requires_grad_()
+    q = torch.randn(100, 1, 2, 8, dtype=torch.float64, requires_grad=True)
     fused_attention(q, q, q, backend="aten")[0].sum().backward()
     assert calls == []
+
+
+# documents of the same length in rows 0 and 1, and in rows 3 to 5; the second of row 2 is as long as the first of 0
+PACKED = [[100, 20], [100, 20], [20, 100], [110, 10], [110, 10], [110, 10]]
+
+
+def test_documents_in_the_same_place_of_successive_rows_are_one_tile(monkeypatch):
+    lengths = [*PACKED, [100, 20]]
+    bounds = torch.tensor([[(0, n)] * n + [(n, 120)] * m for n, m in lengths], dtype=torch.int32)
+    assert list(flash_for_cpu._documents(bounds)) == [
+        (slice(0, 2), 0, 100),
+        (slice(6, 7), 0, 100),
+        (slice(0, 2), 100, 120),
+        (slice(6, 7), 100, 120),
+        (slice(2, 3), 0, 20),
+        (slice(2, 3), 20, 120),
+        (slice(3, 6), 0, 110),
+        (slice(3, 6), 110, 120),
+    ]
+    calls = lengths_given_to_products(monkeypatch, fewest_matrices=flash_for_cpu._FEWEST_MATRICES)
+    for num_heads, lengths in ((5, []), (6, [110]), (8, [100, 110])):  # at least 16 of two or three rows
+        q = torch.randn(120, 6, num_heads, 8, requires_grad=True)
+        fused_attention(q, q, q, packed_seq_params=PackedSeqParams.from_lengths(PACKED))[0].sum().backward()
+        assert calls == lengths
+        calls.clear()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("Dv", [16, 24])
+@pytest.mark.parametrize("fewest_matrices", [1, 16])
+def test_gradients_of_short_documents_match_those_of_each_alone(fewest_matrices, Dv, causal, monkeypatch):
+    calls = lengths_given_to_products(monkeypatch, fewest_matrices)
+    q, k, v = (torch.randn(120, 6, *heads, requires_grad=True) for heads in ((6, 16), (6, 16), (6, Dv)))
+    out, lse = fused_attention(q, k, v, causal=causal, packed_seq_params=PackedSeqParams.from_lengths(PACKED))
+    dout, dlse = torch.randn(out.shape), torch.randn(lse.shape)
+    got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    assert calls == ([100, 100, 110] if fewest_matrices == 1 else [110])
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    for row, lengths in enumerate(PACKED):
+        for part in (slice(0, lengths[0]), slice(lengths[0], 120)):
+            alone = formula(*(x[part, row : row + 1] for x in exact), causal=causal)
+            given = dout[part, row : row + 1].double(), dlse[row : row + 1, :, part].double()
+            torch.autograd.backward(alone, given)
+    for a, x in zip(got, exact, strict=True):
+        assert (a.double() - x.grad).norm() <= 2e-6 * x.grad.norm()

@@ -1,6 +1,7 @@
 """Attention on a CPU: torch's flash kernels, applied to tiles that cover all visible pairs of query and key.
 
-A tile is a rectangle of queries and keys. A whole row, or a document in it, is one tile, causal or not. With a window,
+A tile is a rectangle of queries and keys of successive rows. Whole rows, or a document in the same place of each, are
+one tile, causal or not, so that padded rows of one length take as few calls as rows without padding. With a window,
 or with queries after a cache, there is one tile for every few queries, with a mask no larger than the tile; keys that
 no query sees are in no tile, and cost nothing. For queries after a cache, documents are part of the mask: a separate
 call for each row would cost more than it saves.
@@ -36,6 +37,7 @@ _NONE_SEEN = float("-inf")
 # (benchmarks/results/attention-rows-cpu-20261127.md), and the most scores that it keeps in memory at once
 _SHORT, _SHORT_WITH_AMX = range(96, 192), range(33, 257)
 _MOST_SCORES = 1 << 20
+_FEWEST_MATRICES = 16  # key heads of all rows; below, the calls cost what the products save
 _MIN_BFLOAT16_QUERIES = 192  # from this many on, torch's backward multiplies larger blocks of queries
 
 
@@ -61,13 +63,25 @@ def _tiles(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -
         found = _tiles_of(slice(0, q.shape[0]), 0, (q.shape[2], k.shape[2]), left, right, q.dtype)
         tiles = list(found) if q.numel() and k.numel() else []
         return tiles if bounds is None else [_within_documents(tile, bounds, right, q.dtype) for tile in tiles]
-    begins = bounds[..., 0] == torch.arange(bounds.shape[1])
-    documents = zip(begins.nonzero().tolist(), bounds[begins].tolist(), strict=True)
     return [
         tile
-        for (row, _), (start, end) in documents
-        for tile in _tiles_of(slice(row, row + 1), start, (end - start, end - start), left, right, q.dtype)
+        for rows, start, end in _documents(bounds)
+        for tile in _tiles_of(rows, start, (end - start, end - start), left, right, q.dtype)
     ]
+
+
+def _documents(bounds: Tensor) -> Iterator[tuple[slice, int, int]]:
+    """Each document's rows, start and end; one in the same place of successive rows, like their tokens, comes once."""
+    begins = bounds[..., 0] == torch.arange(bounds.shape[1])
+    rows_of: dict[tuple[int, int], list[int]] = {}
+    for (row, _), (start, end) in zip(begins.nonzero().tolist(), bounds[begins].tolist(), strict=True):
+        rows_of.setdefault((start, end), []).append(row)
+    for (start, end), rows in rows_of.items():
+        first = rows[0]
+        for row, following in zip(rows, [*rows[1:], None], strict=True):
+            if following != row + 1:
+                yield slice(first, row + 1), start, end
+                first = row if following is None else following
 
 
 def _tiles_of(
@@ -124,44 +138,62 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack
 
 
 def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dout, dlse, q, k, v, sink, out, lse, bounds, scale, _, left, right = GivenToBackward(*inputs)
-    D, Dv, dtype = q.shape[-1], v.shape[-1], q.dtype
-    dout = torch.zeros_like(out) if dout is None else dout
-    dsink = q.new_empty(0) if sink is None else sink_gradient(dout, dlse, out, lse, sink)
-    if bounds is None and _is_short(q, k) and (causal := _causal_if_unmasked(len(q), len(k), left, right)) is not None:
-        in_products = dtype if dtype == torch.bfloat16 and _has_amx() else torch.float32
-        gradients = gradients_by_products(dout, dlse, q, k, v, out, lse, scale, causal=causal, dtype=in_products)
-        dq, dk, dv = (_heads_last(x.to(dtype)).permute(2, 0, 1, 3) for x in gradients)
-        return dq, dk, dv, dsink
+    given = GivenToBackward(*inputs)
+    given_dout, dlse, q, k, v, sink, out, lse, bounds, scale, _, left, right = given
+    D, Dv = q.shape[-1], v.shape[-1]
+    whole_dout = torch.zeros_like(out) if given_dout is None else given_dout
+    dsink = q.new_empty(0) if sink is None else sink_gradient(whole_dout, dlse, out, lse, sink)
     width = max(D, Dv) + (0 if dlse is None else 2)
-    q, k, v, out, dout = (_heads_first(x, width) for x in (q, k, v, out, dout))
+    q, k, v, out, dout = (_heads_first(x, width) for x in (q, k, v, out, whole_dout))
     if dlse is not None:
         v[..., -2:] = 1.0
         dout[..., -2] = dlse
         dout[..., -1] = dlse - dout[..., -2]  # the rounding error of the column before
     lse = lse.masked_fill(lse == _NONE_SEEN, 0.0)  # for queries that see no key: exp(-inf - 0) is 0, as required
+
+    def gradients(tile: _Tile) -> tuple[Tensor, ...]:
+        if _is_short(tile, q, k):
+            return _products(whole_dout, given, tile)
+        parts = _flash_back(dout, q, k, v, out, lse, tile, scale)
+        return tuple(part[..., :size] for part, size in zip(parts, (D, D, Dv), strict=True))
+
     tiles = _tiles(q, k, bounds, left, right)
     if _is_all(tiles, q, k):
-        dq, dk, dv = _flash_back(dout, q, k, v, out, lse, tiles[0], scale)
+        dq, dk, dv = gradients(tiles[0])
     else:
         # gradients of keys in several tiles are accumulated in float32
-        shared = any(a.rows == b.rows and a.keys.stop > b.keys.start for a, b in pairwise(tiles))
-        dq, dk, dv = (_zeros_heads_first(x, wide(x.dtype) if shared and x is not q else x.dtype) for x in (q, k, v))
+        shared = any(a.rows == b.rows and a.keys.start <= b.keys.start < a.keys.stop for a, b in pairwise(tiles))
+        of_keys = wide(q.dtype) if shared else q.dtype
+        dq = _zeros_heads_first(q, D, q.dtype)
+        dk, dv = _zeros_heads_first(k, D, of_keys), _zeros_heads_first(v, Dv, of_keys)
         for tile in tiles:
-            dq_part, dk_part, dv_part = _flash_back(dout, q, k, v, out, lse, tile, scale)
+            dq_part, dk_part, dv_part = gradients(tile)
             tile.of_queries(dq)[:] = dq_part
             tile.of_keys(dk).add_(dk_part)
             tile.of_keys(dv).add_(dv_part)
-    dq, dk, dv = (x[..., :size].to(dtype) for x, size in ((dq, D), (dk, D), (dv, Dv)))
-    dq, dk, dv = (_heads_last(x).permute(2, 0, 1, 3) for x in (dq, dk, dv))
+    dq, dk, dv = (_heads_last(x.to(given.q.dtype)).permute(2, 0, 1, 3) for x in (dq, dk, dv))
     return dq, dk, dv, dsink
 
 
-def _is_short(q: Tensor, k: Tensor) -> bool:
-    """Whether the gradients of rows ``q`` [S, B, A, D] and ``k`` [Sk, B, G, D] are computed faster by products."""
+def _is_short(tile: _Tile, q: Tensor, k: Tensor) -> bool:
+    """Whether the gradients of ``tile`` of ``q`` [B, A, Sq, D] and ``k`` [B, G, Sk, D] are faster by products."""
+    if tile.mask is not None or q.dtype == torch.float64:
+        return False
     short = _SHORT_WITH_AMX if q.dtype == torch.bfloat16 and _has_amx() else _SHORT
-    num_scores = q.shape[2] // k.shape[2] * len(q) * len(k)  # of the query heads that share keys
-    return q.dtype != torch.float64 and len(q) in short and len(k) in short and num_scores <= _MOST_SCORES
+    B, Sq, Sk = (each.stop - each.start for each in tile[:3])
+    A, G = q.shape[1], k.shape[1]
+    return Sq in short and Sk in short and A // G * Sq * Sk <= _MOST_SCORES and B * G >= _FEWEST_MATRICES
+
+
+def _products(dout: Tensor, given: GivenToBackward, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of ``tile`` by ``gradients_by_products``; ``dout`` [Sq, B, A, Dv]."""
+    dtype, rows, queries, keys = given.q.dtype, tile.rows, tile.queries, tile.keys
+    dout, q, out = (x[queries, rows] for x in (dout, given.q, given.out))
+    k, v = given.k[keys, rows], given.v[keys, rows]
+    lse = given.lse[rows, :, queries]
+    dlse = None if given.dlse is None else given.dlse[rows, :, queries]
+    in_products = dtype if dtype == torch.bfloat16 and _has_amx() else torch.float32
+    return gradients_by_products(dout, dlse, q, k, v, out, lse, given.scale, causal=tile.causal, dtype=in_products)
 
 
 def _causal_if_unmasked(Sq: int, Sk: int, left: int, right: int) -> bool | None:
@@ -221,9 +253,10 @@ def _heads_last(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _zeros_heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    B, heads, S, D = x.shape
-    return x.new_zeros(B, S, heads, D, dtype=dtype).transpose(1, 2)
+def _zeros_heads_first(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[B, heads, S, size], for ``x`` [B, heads, S, ...]."""
+    B, heads, S, _ = x.shape
+    return x.new_zeros(B, S, heads, size, dtype=dtype).transpose(1, 2)
 
 
 op = operator(batch_first=True).register("attention_for_cpu", _forward, _backward, opaque=True)
