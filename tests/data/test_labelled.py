@@ -115,7 +115,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
-def test_what_is_no_table_of_texts_and_labels_is_refused(name, content, message, tokenizer, tmp_path):
+def test_a_file_without_columns_for_texts_and_labels_is_refused(name, content, message, tokenizer, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=f"(?s){message}"):
         prepare_labelled(tmp_path / name, tmp_path / "out", tmp_path / "tokenizer.json")

@@ -78,7 +78,7 @@ def assert_distributed(counts, expected):
 
 
 def packed_one_by_one(lengths, starts, room, least, probability, seed):
-    """Megatron's loop over the sentences of each document, in plain Python."""
+    """Megatron's loop over the sentences of each document, with ``least`` for its limit of two on the last sample."""
     found = []
     for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         if end - begin < least or max(lengths[begin:end]) > room:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 from megalith.errors import ConfigError, DataError
@@ -160,3 +160,42 @@ def test_a_dataset_names_its_tokenizer_in_any_store(tmp_path):
         assert Tokenizer.beside(prefix, name).sha256 == trained.sha256
     with pytest.raises(DataError, match=r"u\.json must be a tokenizer\.json"):
         Tokenizer.beside(store / "corpus", "u.json")
+
+
+SPECIAL = ["<pad>", "</s>", "<extra_id_0>"]
+LETTERS = "▁abd</>_0eirstx"
+
+
+def unigram():
+    """As T5's: special tokens are pieces as well, and no piece scores better."""
+    pieces = [("<unk>", 0.0), *((token, 0.0) for token in SPECIAL), *((letter, -3.0) for letter in LETTERS)]
+    return models.Unigram(pieces, unk_id=0)
+
+
+def merging():
+    vocabulary = {piece: id for id, piece in enumerate([*LETTERS, "</", "s>", *SPECIAL])}
+    return models.BPE(vocabulary, [("<", "/"), ("s", ">"), ("</", "s>")], unk_token="x")
+
+
+@pytest.mark.parametrize("model", [unigram, merging])
+def test_text_cannot_forge_a_special_token_that_is_a_piece_of_the_model(model):
+    made = tokenizers.Tokenizer(model())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(prepend_scheme="never"), decoders.Metaspace()
+    made.add_special_tokens(SPECIAL)
+    tokenizer, text = Tokenizer(made.to_str().encode()), "a <extra_id_0> b</s>a </s>"
+    ids = tokenizer.encode(text)
+    special = set(map(tokenizer.token_id, SPECIAL))
+    assert special.isdisjoint(ids)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("a dab") == made.encode("a dab").ids
+    assert pickle.loads(pickle.dumps(tokenizer)).encode(text) == ids
+    [prompt] = tokenizer.encode_prompts([text], special_tokens=True)
+    assert [id for id in prompt if id in special] == [tokenizer.token_id(SPECIAL[place]) for place in (2, 1, 1)]
+
+
+def test_a_word_that_spells_a_special_token_is_unknown():
+    made = word_tokenizer(**{"</s>": 9})
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(made.to_str().encode())
+    assert tokenizer.encode("b </s> c") == [1, 0, 2]
+    assert tokenizer.token_id("</s>") == 9

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -103,16 +104,16 @@ def _losses(source: str, data: str | None, samples: int | None, progress: Callab
 def _confusion(means: Mapping[str, float], names: Sequence[str]) -> list[str]:
     """Lines of the confusion matrix: for each class, the shares predicted as each class; empty if not measured.
 
-    Columns are headed by class numbers, to keep them narrow, and rows by numbers and ``names``.
+    A class without held-out samples has dashes. Columns are headed by class numbers, to keep them narrow, and rows by
+    numbers and ``names``.
     """
     shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith("confusion/")}
-    classes = dict.fromkeys(label for label, _ in shares)
+    classes = dict.fromkeys(label for pair in shares for label in pair)
     shown = {label: label for label in classes} | {str(number): f"{number} {name}" for number, name in enumerate(names)}
     width = 1 + max(map(len, ["class  ", *shown.values()]))
     head = f"{'class':<{width}}{''.join(f'{label:>6}' for label in classes)}   predicted as"
-    rows = (
-        f"{shown[label]:<{width}}{''.join(f'{shares[label, taken]:>6.0%}' for taken in classes)}" for label in classes
-    )
+    cells = {pair: f"{shares[pair]:>6.0%}" if pair in shares else f"{'-':>6}" for pair in product(classes, repeat=2)}
+    rows = (f"{shown[label]:<{width}}{''.join(cells[label, taken] for taken in classes)}" for label in classes)
     return [head, *rows] if classes else []
 
 

@@ -22,7 +22,7 @@ class MaskingConfig(SettingsGroup):
     )
     use_geometric_distribution: bool | None = Field(
         default=None,
-        description="draw the number n of words in a row from a geometric distribution with p = 0.2, truncated at "
+        description="draw the number n of words in a row from a geometric distribution with p = 0.2, clipped to "
         "max_ngram, instead of in proportion to 1 / n; null: for T5 only",
     )
     whole_words: bool = Field(default=True, description="mask whole words instead of single tokens")

@@ -1,10 +1,10 @@
 """Packs consecutive sentences of a document greedily into samples, up to a target length.
 
 A sample takes sentences until their tokens reach its target length. A remainder of the document with too few sentences
-for a sample joins the previous one. The target length is the full length or, with the probability of short sequences,
-uniform from 2 to the full length, as in the masked-language-model samples of BERT (Devlin et al. 2018,
-arXiv:1810.04805, appendix A.2) and Megatron. It depends on (seed, first sentence), so the samples are the same in every
-epoch, however many are requested.
+for a sample joins the previous one; in Megatron, so does a single last sentence where one would be enough. The target
+length is the full length or, with the probability of short sequences, uniform from 2 to the full length, as in the
+masked-language-model samples of BERT (Devlin et al. 2018, arXiv:1810.04805, appendix A.2) and Megatron. It depends on
+(seed, first sentence), so the samples are the same in every epoch, however many are requested.
 
 For every sentence at once, a binary search finds the first sentence of the sample after the one that begins there. The
 samples are then the sentences reachable from the first one of each document, found by pointer doubling.

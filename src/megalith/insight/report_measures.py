@@ -46,20 +46,23 @@ def _confusion(step: int, means: Mapping[str, float], names: Sequence[str]) -> s
     Classes are shown by ``names``, or by their numbers if an older run did not record names.
     """
     shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith(f"{_CONFUSION}/")}
-    classes = list(dict.fromkeys(label for label, _ in shares))
+    classes = list(dict.fromkeys(label for pair in shares for label in pair))
     if not classes:
         return ""
     shown = {str(number): name for number, name in enumerate(names)}
     titles = {label: escape(shown.get(label, label)) for label in classes}
     head = "".join(f"<th>{titles[label]}" for label in classes)
     rows = "".join(
-        f"<tr><th>{titles[label]}" + "".join(_cell(shares[label, taken], label == taken) for taken in classes)
+        f"<tr><th>{titles[label]}" + "".join(_cell(shares.get((label, taken)), label == taken) for taken in classes)
         for label in classes
     )
     note = f"share of each true class (row) predicted as each class (column), at step {step:,}"
     return card("Confusion matrix", note, f"<table><tr><th>{head}{rows}</table>")
 
 
-def _cell(share: float, is_right: bool) -> str:
+def _cell(share: float | None, is_right: bool) -> str:
+    """``share`` is None for a class without held-out samples."""
+    if share is None:
+        return "<td>-"
     text = "" if not math.isfinite(share) or share == 0.0 else f"{share:.0%}"
     return f"<td>{f'<b>{text}</b>' if is_right and text else text}"

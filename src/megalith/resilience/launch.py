@@ -49,7 +49,7 @@ def launch(
         with explained("write", file):
             logs.mkdir(parents=True, exist_ok=True)
             os.close(open_log(file))
-    say(f"starting {num_ranks} ranks")
+    say(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''}")
     ranks: list[Rank] = []
     watch = Watch(ranks, say, stall_seconds)
     with (

@@ -28,7 +28,8 @@ class Evaluation:
 
     Attributes:
         loss: the mean of the first loss term, which the run trains for.
-        means, counts: of each loss term and measure, by name.
+        means, counts: of each loss term and measure, by name. A measure with a count of 0 has no mean: a class without
+            samples has no row in the confusion matrix.
         num_tokens: the count of the first loss term; if it is 0, the loss is meaningless.
         counted: what ``num_tokens`` counts, in the plural.
         classes: the names of the classes that measures refer to by number; empty if there are no classes.
@@ -132,8 +133,12 @@ def _evaluation(
     names = list(counts)
     values = [float(sums.get(name, 0.0)) for name in names] + [float(counts[name]) for name in names]
     totals = _summed(values, pg_collection, device)
-    means = {name: totals[i] / max(1.0, totals[len(names) + i]) for i, name in enumerate(names)}
     whole = {name: int(totals[len(names) + i]) for i, name in enumerate(names)}
+    means = {
+        name: total / max(1, whole[name])
+        for name, total in zip(names, totals, strict=False)
+        if whole[name] or name in task.terms
+    }
     first = next(iter(task.terms))
     return Evaluation(means[first], means, whole, whole[first], task.counted)
 

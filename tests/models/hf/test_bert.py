@@ -194,7 +194,9 @@ def test_hidden_states_logits_and_gradients_are_theirs(case):
 
 
 @of_cases
-def test_an_exported_folder_loads_there_without_a_word_and_comes_back(case, tmp_path, recwarn, caplog, monkeypatch):
+def test_an_exported_folder_loads_in_transformers_without_warnings_and_can_be_imported_again(
+    case, tmp_path, recwarn, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # else caplog sees none of its lines
     theirs, family = case.build(), case.family
     config = family.config_from_hf(theirs.config.to_dict())
@@ -238,7 +240,7 @@ def test_what_our_model_lacks_is_refused_by_field(fields, message):
 
 
 @pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
-def test_a_classifier_whose_texts_have_not_one_class_is_refused(problem):
+def test_a_classifier_for_several_labels_or_a_regression_is_refused(problem):
     fields = BertConfig(**SHAPE, problem_type=problem, num_labels=3).to_dict()
     with pytest.raises(ConfigError, match=f"problem_type must be 'single_label_classification'.*got '{problem}'"):
         BERT_CLASSIFICATION.config_from_hf(fields)
@@ -263,7 +265,7 @@ def test_a_dropout_that_their_classifier_does_not_have_is_refused():
         MEGATRON_BERT_CLASSIFICATION.require(dropped)
 
 
-def test_an_architecture_that_is_none_of_ours_is_refused():
+def test_an_unsupported_architecture_is_refused():
     with pytest.raises(
         ConfigError, match=r"architectures in config.json .* must be BertForPreTraining or .*; got \['BertModel'\]"
     ):

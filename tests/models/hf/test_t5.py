@@ -146,7 +146,9 @@ def assert_same_function(theirs: T5ForConditionalGeneration, ours: T5Model, fami
 
 
 @of_cases
-def test_an_exported_folder_loads_there_without_a_word_and_comes_back(case, tmp_path, recwarn, caplog, monkeypatch):
+def test_an_exported_folder_loads_in_transformers_without_warnings_and_can_be_imported_again(
+    case, tmp_path, recwarn, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # else caplog sees none of its lines
     theirs, family = case.build(), case.family
     config = settings_of(theirs, family)

@@ -282,7 +282,7 @@ def test_texts_are_labelled_with_the_classes_of_a_trained_classifier_in_its_orde
     assert (found.code, "has no class names; leave out --classes-of" in found.err) == (2, True)
 
 
-def test_eval_and_the_report_have_the_table_of_confusion(tmp_path):
+def test_eval_and_the_report_show_the_confusion_matrix(tmp_path):
     tree = labelled_settings(tmp_path, train={"steps": 1})
     tree["data"]["valid"] = tree["data"]["train"]
     [lines] = ranks(1, trained, tree, 1)
@@ -302,6 +302,23 @@ def test_eval_and_the_report_have_the_table_of_confusion(tmp_path):
     assert "<h2>Accuracy" in page
     table = page[page.index("<h2>Confusion") :]
     assert all(share in table for row in shares for share in row if share != "0%")
+    assert re.findall(r"<th>(\w+)", table) == [*CLASSES, *CLASSES]
+
+
+def test_a_class_without_held_out_texts_has_dashes_in_the_confusion_matrix(tmp_path):
+    tree = labelled_settings(tmp_path, train={"steps": 1})
+    (tmp_path / "few.csv").write_text("text,label\nthe red green,colour\nthe house river,place\n")
+    classes = prepare_labelled(tmp_path / "x.csv", tmp_path / "y", tmp_path / "text-tokenizer.json").classes
+    prepare_labelled(tmp_path / "few.csv", tmp_path / "few", tmp_path / "text-tokenizer.json", classes=classes)
+    tree["data"]["valid"] = str(tmp_path / "few")
+    ranks(1, trained, tree, 1)
+    measured = _losses(str(tmp_path / "run"), None, None, lambda done, total: None)
+    shares = [line.split()[2:] for line in measured[2:]]
+    assert shares[1] == ["-"] * 3
+    assert [sum(float(share.rstrip("%")) for share in shares[label]) for label in (0, 2)] == [100, 100]
+    page = write_report(tmp_path / "run").read_text()
+    table = page[page.index("<h2>Confusion") :]
+    assert table.count("<td>-") == 3
     assert re.findall(r"<th>(\w+)", table) == [*CLASSES, *CLASSES]
 
 
