@@ -29,7 +29,7 @@ from tests.rank_pool import ranks
 H, F = 8, 12
 NUM_SUMS = 256
 EXACT = 1e-13  # sums of a few dozen terms in float64
-LAYOUTS = [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 1, 4), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 4, 1)]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 1, 4), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 4, 1)]
 
 
 class Pair(DeclaringModule):
@@ -106,6 +106,21 @@ def test_micro_batches_add_up(num_ranks, tensor, replicate, reshard_after_forwar
     want = gradients_of_one_process()
     for got in ranks(num_ranks, gradients, tensor, replicate, 2, reshard_after_forward):
         torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
+
+
+def names_of_operators_in_backward() -> set[str]:
+    model = sharded()
+    loss = model(samples()).square().sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss.backward()
+    return {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_are_divided_by_nothing(num_ranks):
+    for found in ranks(num_ranks, names_of_operators_in_backward):
+        assert "aten::mm" in found
+        assert found.isdisjoint({"aten::div", "aten::div_"})
 
 
 def reductions(micro_batches: int) -> list[bool]:

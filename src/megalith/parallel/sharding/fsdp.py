@@ -56,26 +56,25 @@ def shard_model(
     needed_at_once = (*units[-1:], model)
     for module in (*units, model):
         mesh = pg_collection.data_mesh(_family(model, module, placed))
-        fully_shard(
+        sharded = fully_shard(
             module,
             mesh=mesh,
             mp_policy=policy,
             shard_placement_fn=partial(_other_dimension, num_shards=mesh.shape[-1]),
             reshard_after_forward=reshard_after_forward and module not in needed_at_once,
         )
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        if mesh.size() > 1:  # torch averages; a single rank would make a copy, to divide it by 1
+            sharded.set_gradient_divide_factor(1.0)
+        if not reshard_after_forward:
+            # backward finds all weights gathered. torch would derive the prefetch from the latest forward, which in a
+            # pipeline is that of another micro-batch, and gather a layer that has just been freed
+            sharded.set_modules_to_backward_prefetch([sharded])
     if len(list(model.parameters())) != num_parameters:
         raise ShapeError(
             "a parameter is shared by two units that are sharded separately, and would no longer be tied; register it "
             "in one of them, and pass it to the other's forward"
         )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            if not reshard_after_forward:
-                # backward finds all weights gathered. torch would derive the prefetch from the latest forward, which in
-                # a pipeline is that of another micro-batch, and gather a layer that has just been freed
-                module.set_modules_to_backward_prefetch([module])
 
 
 def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool = False) -> None:
