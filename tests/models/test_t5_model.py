@@ -152,6 +152,22 @@ def test_a_row_of_nothing_but_padding_gives_its_decoder_nothing():
 
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_a_row_of_nothing_but_padding_changes_nothing_in_other_rows(fields):
+    model = built(config(**fields))
+    tokens, decoder_tokens, labels, mask, decoder_mask = padded()
+    masks = {"attention_mask": mask, "decoder_attention_mask": decoder_mask}
+    want = model(tokens, decoder_tokens, labels=labels, **masks)
+    gradients_wanted = gradients(model, [want[decoder_mask]])
+    model.zero_grad()
+    more = [torch.cat((each, each[:1])) for each in (tokens, decoder_tokens, labels)]
+    hidden = {name: torch.cat((each, torch.zeros_like(each[:1]))) for name, each in masks.items()}
+    found = model(more[0], more[1], labels=more[2], **hidden)
+    assert found.isfinite().all()
+    assert_close(found[:-1][decoder_mask], want[decoder_mask])
+    assert_close(gradients(model, [found[hidden["decoder_attention_mask"]]]), gradients_wanted)
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_losses_are_those_of_the_logits(fields):
     model = built(config(**fields)).eval()
     for tokens, decoder_tokens, labels in pairs():
