@@ -100,11 +100,29 @@ class Step:
         return abs(loss - judged["loss"]), torch.tensor(errors).max().item()  # NaN if any is NaN
 
 
-def _ours(size: Size, folder: Path, *, dtype: torch.dtype) -> Step:
+class _StepWithMaster(Step):
+    """A step that updates float32 copies of the weights: what FSDP2 does on one rank, without FSDP2."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], folder: Path) -> None:
+        super().__init__(model, loss, folder)
+        self._weights = list(model.parameters())
+        self._masters = [weight.detach().float() for weight in self._weights]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=1e-4, fused=True)
+
+    def _update(self) -> None:
+        for master, weight in zip(self._masters, self._weights, strict=True):
+            assert weight.grad is not None, "every weight takes part in the loss"
+            master.grad, weight.grad = weight.grad.float(), None
+        super()._update()
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._masters)
+
+
+def _ours(size: Size, folder: Path, *, dtype: torch.dtype, step: type[Step] = Step) -> Step:
     """``GPTModel`` with parameters in ``dtype``, on a single rank."""
     model = GPTModel(size.config, BuildOptions(ProcessGroupCollection.single(), dtype))
     model.load_state_dict(_weights(folder))
-    return Step(model, _our_loss(model, folder), folder)
+    return step(model, _our_loss(model, folder), folder)
 
 
 def _ours_as_trained(size: Size, folder: Path, *, compiled: bool) -> Step:
@@ -202,6 +220,9 @@ CASE = Case(
     contenders={
         "Megalith, float32": _contender(_ours, "float32", dtype=torch.float32),
         "Megalith, bfloat16": _contender(_ours, "bfloat16", dtype=BF16),
+        "Megalith, bfloat16 over float32, without FSDP2": _contender(
+            _ours, "bfloat16", dtype=BF16, step=_StepWithMaster
+        ),
         "Megalith, bfloat16 over float32 (as trained)": _contender(_ours_as_trained, "bfloat16", compiled=False),
         "Megalith, as trained, layers compiled": _contender(_ours_as_trained, "bfloat16", compiled=True),
         "Hugging Face, float32 (its default)": _contender(_theirs, "float32", dtype=torch.float32),
