@@ -13,6 +13,7 @@ torch.ops.mkldnn._is_mkldnn_bf16_supported  private; whether a CPU multiplies 16
 torch._library.triton                       private; whether wrapped kernels are launched directly
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward manually
+torch.distributed.fsdp...ReduceScatter      private; the base of custom reductions of FSDP2
 Module._compiled_call_impl                  private; what a compiled module calls
 Module._forward_hooks, _forward_pre_hooks   private; hooks that run when a module is called
 Module._modules, _parameters, _buffers      private; the contents of a module, as dicts
@@ -45,10 +46,12 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, _symmetric_memory, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 __all__ = [
     "DEPENDS_ON_VALUES",
     "ForwardParts",
+    "ReduceScatter",
     "abort_process_groups",
     "all_gather_into",
     "any_requires_grad",

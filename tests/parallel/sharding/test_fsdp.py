@@ -1,6 +1,7 @@
 """fsdp: gradients are undivided sums in every layout; which dimension is sharded, in which dtype, and when."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megalith.parallel.parameters import (
     local,
 )
 from megalith.parallel.pipeline.split_product import SplitProduct
+from megalith.parallel.sharding import fsdp
 from megalith.parallel.sharding.fsdp import finish_backward, gradient_sync, release_gathered_weights, shard_model
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -121,6 +123,33 @@ def test_gradients_are_divided_by_nothing(num_ranks):
     for found in ranks(num_ranks, names_of_operators_in_backward):
         assert "aten::mm" in found
         assert found.isdisjoint({"aten::div", "aten::div_"})
+
+
+def memory_of_gradients(tensor: int, replicate: int) -> tuple[list[int], set[int]]:
+    """The addresses that reductions are given memory at, and those of the gradients."""
+    given: list[int] = []
+    allocate = fsdp._InPlace.allocate
+
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
+        found = allocate(*arguments, **options)
+        given.append(found.data_ptr())
+        return found
+
+    with patch.object(fsdp._InPlace, "allocate", recorded):
+        model = sharded(tensor, replicate)
+        model(samples()).square().sum().backward()
+    return given, {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize(("num_ranks", "tensor", "replicate"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1)])
+def test_where_nothing_is_scattered_gradients_are_reduced_in_place(num_ranks, tensor, replicate):
+    for given, of_gradients in ranks(num_ranks, memory_of_gradients, tensor, replicate):
+        if (num_ranks, tensor, replicate) == (2, 1, 1):
+            assert given == []
+        else:
+            assert given[::2] == given[1::2]  # input and output of the three units
+            assert len(of_gradients) == 3
+            assert of_gradients == set(given)
 
 
 def reductions(micro_batches: int) -> list[bool]:

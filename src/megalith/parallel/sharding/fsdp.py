@@ -9,14 +9,15 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megalith.errors import ShapeError
 from megalith.parallel.parameters import DeclaringModule
 from megalith.topology.process_groups_config import Family, ProcessGroupCollection
-from megalith.torch_compat import end_backward
+from megalith.torch_compat import ReduceScatter, end_backward
 
 __all__ = ["finish_backward", "gradient_sync", "release_gathered_weights", "shard_model", "sharded_dimension"]
 
@@ -66,6 +67,8 @@ def shard_model(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         if mesh.size() > 1:  # torch averages; a single rank would make a copy, to divide it by 1
             sharded.set_gradient_divide_factor(1.0)
+        if mesh.shape[-1] == 1:
+            sharded.set_custom_reduce_scatter(_InPlace())
         if not reshard_after_forward:
             # backward finds all weights gathered. torch would derive the prefetch from the latest forward, which in a
             # pipeline is that of another micro-batch, and gather a layer that has just been freed
@@ -114,6 +117,33 @@ def release_gathered_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+class _InPlace(ReduceScatter):
+    """A reduce-scatter over one rank, whose result is its input: both get the same memory.
+
+    FSDP2 allocates the input and then the output of each reduction. It would copy one to the other, which takes a pass
+    over all gradients, and twice the memory.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found, self._input = self._input, None
+        if found is None or list(found.shape) != [*size] or found.dtype != dtype:
+            found = self._input = torch.empty(size, dtype=dtype, device=device)
+        return found
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Does nothing: there is no other rank."""
 
 
 def _family(model: nn.Module, unit: nn.Module, placed: set[nn.Module]) -> Family:
