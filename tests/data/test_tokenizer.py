@@ -177,20 +177,48 @@ def merging():
     return models.BPE(vocabulary, [("<", "/"), ("s", ">"), ("</", "s>")], unk_token="x")
 
 
-@pytest.mark.parametrize("model", [unigram, merging])
+def merging_only_within_words():
+    """Merges of ``a`` and ``<`` come first, so that ``a</s>`` has no such token, but ``d</s>`` has."""
+    vocabulary = {piece: id for id, piece in enumerate([*LETTERS, "a<", "</", "</s", *SPECIAL])}
+    return models.BPE(vocabulary, [("a", "<"), ("<", "/"), ("</", "s"), ("</s", ">")], unk_token="x")
+
+
+def merging_with_prefixes():
+    """A piece within a word begins with ##, which a merge removes."""
+    letters = [*LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    vocabulary = {piece: id for id, piece in enumerate([*letters, "</", "##s>", *SPECIAL])}
+    merges = [("<", "##/"), ("##s", "##>"), ("</", "##s>")]
+    return models.BPE(vocabulary, merges, unk_token="x", continuing_subword_prefix="##")
+
+
+@pytest.mark.parametrize("model", [unigram, merging, merging_only_within_words, merging_with_prefixes])
 def test_text_cannot_forge_a_special_token_that_is_a_piece_of_the_model(model):
     made = tokenizers.Tokenizer(model())
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(prepend_scheme="never"), decoders.Metaspace()
     made.add_special_tokens(SPECIAL)
-    tokenizer, text = Tokenizer(made.to_str().encode()), "a <extra_id_0> b</s>a </s>"
+    tokenizer, text = Tokenizer(made.to_str().encode()), "a <extra_id_0> b</s>a d</s> </s>"
     ids = tokenizer.encode(text)
     special = set(map(tokenizer.token_id, SPECIAL))
     assert special.isdisjoint(ids)
-    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids).replace("##", "") == text
     assert tokenizer.encode("a dab") == made.encode("a dab").ids
     assert pickle.loads(pickle.dumps(tokenizer)).encode(text) == ids
     [prompt] = tokenizer.encode_prompts([text], special_tokens=True)
-    assert [id for id in prompt if id in special] == [tokenizer.token_id(SPECIAL[place]) for place in (2, 1, 1)]
+    assert [id for id in prompt if id in special] == [tokenizer.token_id(SPECIAL[place]) for place in (2, 1, 1, 1)]
+    assert tokenizer.encode(text) == ids
+
+
+def of_an_older_format(tree):
+    tree["model"]["merges"] = ["#version: 0.2", *map(" ".join, tree["model"]["merges"])]
+
+
+@pytest.mark.parametrize("change", [of_an_older_format, lambda tree: tree.pop("version")], ids=["merges", "version"])
+def test_files_of_other_formats_are_read_likewise(change):
+    made = tokenizers.Tokenizer(merging())
+    made.add_special_tokens(SPECIAL)
+    tree = json.loads(made.to_str())
+    change(tree)
+    assert Tokenizer(json.dumps(tree).encode()).encode("b</s>b") == Tokenizer(made.to_str().encode()).encode("b</s>b")
 
 
 def test_a_word_that_spells_a_special_token_is_unknown():
@@ -199,3 +227,10 @@ def test_a_word_that_spells_a_special_token_is_unknown():
     tokenizer = Tokenizer(made.to_str().encode())
     assert tokenizer.encode("b </s> c") == [1, 0, 2]
     assert tokenizer.token_id("</s>") == 9
+
+
+def test_a_word_may_spell_the_token_for_unknown_words():
+    made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "</s>": 2}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["[UNK]", "</s>"])
+    assert Tokenizer(made.to_str().encode()).encode("a b [UNK] </s>") == [0, 1, 1, 1]

@@ -108,7 +108,7 @@ def _confusion(means: Mapping[str, float], names: Sequence[str]) -> list[str]:
     numbers and ``names``.
     """
     shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith("confusion/")}
-    classes = dict.fromkeys(label for pair in shares for label in pair)
+    classes = sorted({label for pair in shares for label in pair}, key=int)
     shown = {label: label for label in classes} | {str(number): f"{number} {name}" for number, name in enumerate(names)}
     width = 1 + max(map(len, ["class  ", *shown.values()]))
     head = f"{'class':<{width}}{''.join(f'{label:>6}' for label in classes)}   predicted as"

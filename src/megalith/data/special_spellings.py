@@ -6,36 +6,50 @@ The library finds special tokens in a text before its model sees the rest, and l
 """
 
 import json
+import secrets
 from typing import Any
 
 import tokenizers
 
-__all__ = ["model_without", "special_pieces"]
-
-_NEVER_IN_TEXT = "\U0010ffff"  # a code point that Unicode assigns to no character, now or later
+__all__ = ["model_without", "spelled_by_text"]
 
 
-def special_pieces(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
-    """The ids of the special tokens that are also entries of the model, without that for unknown words."""
-    pieces = tokenizer.get_vocab(with_added_tokens=False)
+def spelled_by_text(tokenizer: tokenizers.Tokenizer) -> frozenset[str]:
+    """The special tokens that the model makes of their own text.
+
+    A piece is in the best segmentation of a longer text only if it is that of its own part of it, and merges within the
+    part do not depend on the rest. The token for unknown words is not special in this sense.
+    """
+    model, pieces = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
+    unknown = getattr(model, "unk_token", None)  # Unigram has its number instead
     special = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    unknown = getattr(tokenizer.model, "unk_token", None)
-    return {text: id for id, text in special.items() if pieces.get(text) == id and text != unknown}
+    known = {text: id for id, text in special.items() if pieces.get(text) == id and text != unknown}
+    return frozenset(text for text, id in known.items() if any(token.id == id for token in model.tokenize(text)))
 
 
 def model_without(content: bytes, special: frozenset[str]) -> Any:
     """The model of the tokenizer.json ``content``, with the same ids, but no text is encoded as any of ``special``."""
     tree: dict[str, Any] = json.loads(content)
     model = tree["model"]
+    hidden = secrets.token_hex(16)  # no document contains it
 
     def renamed(piece: str) -> str:
-        return _NEVER_IN_TEXT + piece if piece in special else piece
+        return hidden + piece if piece in special else piece
 
     if isinstance(model["vocab"], dict):
         model["vocab"] = {renamed(piece): id for piece, id in model["vocab"].items()}
     else:
         model["vocab"] = [[renamed(piece), score] for piece, score in model["vocab"]]
     if "merges" in model:
-        pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
-        model["merges"] = [pair for pair in pairs if special.isdisjoint((*pair, "".join(pair)))]
-    return tokenizers.Tokenizer.from_str(json.dumps({"version": tree["version"], "model": model})).model
+        model["merges"] = [pair for pair in _merges(model) if special.isdisjoint((*pair, _merged(model, *pair)))]
+    return tokenizers.Tokenizer.from_str(json.dumps({"model": model})).model
+
+
+def _merges(model: dict[str, Any]) -> list[list[str]]:
+    """The pairs of a BPE model; older files have lines of text, of which the first may be a version."""
+    lines = (each for each in model["merges"] if not (isinstance(each, str) and each.startswith("#version")))
+    return [line.split(" ", 1) if isinstance(line, str) else line for line in lines]
+
+
+def _merged(model: dict[str, Any], first: str, second: str) -> str:
+    return first + second[len(model.get("continuing_subword_prefix") or "") :]

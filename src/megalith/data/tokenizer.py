@@ -10,14 +10,14 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megalith.data.post_processor import frame_of, without_beginning
-from megalith.data.special_spellings import model_without, special_pieces
+from megalith.data.special_spellings import model_without, spelled_by_text
 from megalith.data.word_starts import WordStarts
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.input_file import read_regular_file
@@ -43,8 +43,8 @@ class Tokenizer:
     """One tokenizer.json. Pickles as its bytes.
 
     Encoding adds no special tokens and neither truncates nor pads, whatever the file's settings say. Text that spells a
-    special token is encoded as ordinary text, so that no document can forge an end-of-document token. The tokens to
-    prepend to a document or prompt are in ``begin``.
+    special token is encoded as ordinary text, so that no document can forge an end-of-document token that the file
+    marks as special. The tokens to prepend to a document or prompt are in ``begin``.
 
     Args:
         content: the bytes of a tokenizer.json.
@@ -87,8 +87,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()  # many published files silently truncate to 512 tokens
         self._tokenizer.no_padding()
-        self._encoder = self._tokenizer
-        self._encoder.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = True
         # ids may have gaps, so this can exceed the number of entries
         entries = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(entries.values(), default=-1) + 1
@@ -102,10 +101,9 @@ class Tokenizer:
         self.num_rows = max(self.num_rows, *(id + 1 for id in (self.eod, *self.begin)))
         self.eod_text = self._tokenizer.id_to_token(self.eod)
         self.ends = tuple(dict.fromkeys([self.eod, *ends]))
-        if spelled := self._spelled(special_pieces(self._tokenizer)):
-            self._encoder = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-            self._encoder.encode_special_tokens = True
-            self._encoder.model = model_without(content, spelled)
+        with _told(f"{name} has special tokens that text can spell; it cannot be mended"):
+            if spelled := spelled_by_text(self._tokenizer):
+                self._tokenizer.model = model_without(content, spelled)
 
     @classmethod
     def load(cls, path: str | Path, eod: str | int | None = None, *, ends: Sequence[int] = ()) -> "Tokenizer":
@@ -151,7 +149,7 @@ class Tokenizer:
             "prepare FILES... --out PREFIX --vocab-size N"
         )
         with _told(f"{self.name} cannot encode this text", way_out):
-            return [found.ids for found in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_prompts(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
         """Returns the ids of each text as a prompt: ``begin``, followed by the ids of the text.
@@ -162,11 +160,11 @@ class Tokenizer:
 
         Raises DataError as ``encode_batch``.
         """
-        self._encoder.encode_special_tokens = not special_tokens
+        self._tokenizer.encode_special_tokens = not special_tokens
         try:
             encoded = self.encode_batch(texts)
         finally:
-            self._encoder.encode_special_tokens = True
+            self._tokenizer.encode_special_tokens = True
         begin = list(self.begin)
         return [ids if special_tokens and ids[: len(begin)] == begin else begin + ids for ids in encoded]
 
@@ -211,15 +209,6 @@ class Tokenizer:
     def __reduce__(self) -> tuple[Callable[..., "Tokenizer"], tuple[bytes, int, str]]:
         build = functools.partial(Tokenizer, begin=self.begin, ends=self.ends)
         return build, (self._content, self.eod, self.name)
-
-    def _spelled(self, special: dict[str, int]) -> frozenset[str]:
-        """Those of the tokens ``special`` as which text is encoded that spells them."""
-        found: set[str] = set()
-        for token, id in special.items():
-            for text in (token, f"a{token}a", f"a {token} a"):
-                with suppress(DataError):  # the tokenizer has no token for other words
-                    found |= {token} if id in self.encode(text) else set()
-        return frozenset(found)
 
     def _beginning(self) -> tuple[int, ...]:
         """The ids that the post-processor prepends to a text, if it appends none. Raises DataError."""

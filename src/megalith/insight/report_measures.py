@@ -46,7 +46,7 @@ def _confusion(step: int, means: Mapping[str, float], names: Sequence[str]) -> s
     Classes are shown by ``names``, or by their numbers if an older run did not record names.
     """
     shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith(f"{_CONFUSION}/")}
-    classes = list(dict.fromkeys(label for pair in shares for label in pair))
+    classes = sorted({label for pair in shares for label in pair}, key=int)
     if not classes:
         return ""
     shown = {str(number): name for number, name in enumerate(names)}

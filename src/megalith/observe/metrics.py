@@ -9,9 +9,10 @@ float16 there is also loss_scale, and for a loss with several terms ``terms`` ({
 
 An evaluation is a separate record: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) if
 there are several. For a classifier it also has ``classes``, the class names; ``valid`` refers to them by index, as
-confusion/TRUE/TAKEN. With named validation sets these are the numbers of the first set, and ``valid_sets`` has those of
-each: {name: {"loss", "perplexity", "tokens"}}, and ``means`` in the format of ``valid``. The texts of
-``train.generation`` are a record as well: step, time, samples ([{"prompt", "text"}, ...]).
+confusion/TRUE/TAKEN, and has no such number for a class without texts. With named validation sets these are the numbers
+of the first set, and ``valid_sets`` has those of each: {name: {"loss", "perplexity", "tokens"}}, and ``means`` in the
+format of ``valid``. The texts of ``train.generation`` are a record as well: step, time, samples ([{"prompt", "text"},
+...]).
 
 With experts, the records of every ``train.log_every``-th step and of the first and last step have ``experts``:
 max_violation (maximum expert load divided by the mean, minus 1), entropy (of the choices, nats) and dead_experts

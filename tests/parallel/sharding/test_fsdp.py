@@ -119,7 +119,7 @@ def names_of_operators_in_backward() -> set[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gradients_are_divided_by_nothing(num_ranks):
+def test_no_gradient_is_divided_where_weights_are_not_replicated(num_ranks):
     for found in ranks(num_ranks, names_of_operators_in_backward):
         assert "aten::mm" in found
         assert found.isdisjoint({"aten::div", "aten::div_"})

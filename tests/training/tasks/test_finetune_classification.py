@@ -307,15 +307,16 @@ def test_eval_and_the_report_show_the_confusion_matrix(tmp_path):
 
 def test_a_class_without_held_out_texts_has_dashes_in_the_confusion_matrix(tmp_path):
     tree = labelled_settings(tmp_path, train={"steps": 1})
-    (tmp_path / "few.csv").write_text("text,label\nthe red green,colour\nthe house river,place\n")
+    (tmp_path / "few.csv").write_text("text,label\nthe one two,number\nthe house river,place\n")
     classes = prepare_labelled(tmp_path / "x.csv", tmp_path / "y", tmp_path / "text-tokenizer.json").classes
     prepare_labelled(tmp_path / "few.csv", tmp_path / "few", tmp_path / "text-tokenizer.json", classes=classes)
     tree["data"]["valid"] = str(tmp_path / "few")
     ranks(1, trained, tree, 1)
     measured = _losses(str(tmp_path / "run"), None, None, lambda done, total: None)
     shares = [line.split()[2:] for line in measured[2:]]
-    assert shares[1] == ["-"] * 3
-    assert [sum(float(share.rstrip("%")) for share in shares[label]) for label in (0, 2)] == [100, 100]
+    assert [line.split()[:2] for line in measured[2:]] == [[str(label), name] for label, name in enumerate(CLASSES)]
+    assert shares[0] == ["-"] * 3
+    assert [sum(float(share.rstrip("%")) for share in shares[label]) for label in (1, 2)] == [100, 100]
     page = write_report(tmp_path / "run").read_text()
     table = page[page.index("<h2>Confusion") :]
     assert table.count("<td>-") == 3

@@ -65,7 +65,7 @@ def shard_model(
             reshard_after_forward=reshard_after_forward and module not in needed_at_once,
         )
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        if mesh.size() > 1:  # torch averages; a single rank would make a copy, to divide it by 1
+        if mesh.size() > 1:  # without a factor torch averages; with one, a single rank makes a copy and divides it by 1
             sharded.set_gradient_divide_factor(1.0)
         if mesh.shape[-1] == 1:
             sharded.set_custom_reduce_scatter(_InPlace())
@@ -123,7 +123,8 @@ class _InPlace(ReduceScatter):
     """A reduce-scatter over one rank, whose result is its input: both get the same memory.
 
     FSDP2 allocates the input and then the output of each reduction. It would copy one to the other, which takes a pass
-    over all gradients, and twice the memory.
+    over all gradients, and twice the memory. Gradients must have the dtype of the reduction, so that they keep the
+    memory. A rank that replicates others' weights still divides a copy by 1.
     """
 
     def __init__(self) -> None:
