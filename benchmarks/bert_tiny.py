@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from benchmarks.environment import describe
 from benchmarks.recipe_runs import VOCABULARY, prepare_sources, run_main, train
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.labelled import prepare_labelled
@@ -99,6 +100,7 @@ def main(folder: Path, seeds: list[int]) -> int:
         write_json_atomic(
             folder / "results.json",
             {
+                "machine": describe(),
                 "guessing": asdict(guessing),
                 "without_a_model": asdict(without),
                 "results": [asdict(found) for found in results],

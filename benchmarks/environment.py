@@ -1,4 +1,4 @@
-"""The same environment for every contender, and a description of it."""
+"""The same environment for every contender, and a description of it and of what was measured."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ def surroundings(scratch: Path) -> dict[str, str]:
 
 
 def describe() -> dict[str, str]:
-    """The machine and the package versions; "absent" for a package that is not installed."""
+    """The machine, the package versions ("absent" for a package that is not installed), and the commit."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -39,7 +39,7 @@ def describe() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[package] = "absent"
     threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))  # if pinned, a thread sees one CPU
-    return {"cpu": _cpu_model(), "threads": threads, "kernel": platform.release(), **versions}
+    return {"cpu": _cpu_model(), "threads": threads, "kernel": platform.release(), **versions, "commit": commit()}
 
 
 def commit() -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.environment import commit, describe
+from benchmarks.environment import describe
 from benchmarks.experts import TOLERANCE, LayerStep, Size, flops, ours, prepare, theirs
 from benchmarks.fusions.clock import Clock, memory_of, product_rate
 
@@ -80,7 +80,6 @@ def main() -> None:
     if not quick:
         record = {
             "environment": describe(),
-            "commit": commit(),
             "device": torch.cuda.get_device_name(),
             "sizes": _as_tree(found),
         }

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.environment import describe
 from benchmarks.recipe_runs import prepare_sources, run_main, train
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import write_json_atomic
@@ -61,7 +62,8 @@ def main(folder: Path, seeds: list[int]) -> int:
     for seed in seeds:
         results.append(_result(folder / f"seed-{seed}", seed, str(text.prefix), str(text.valid_prefix)))
         print(results[-1], "holds" if results[-1].holds else "FAILS", flush=True)
-        write_json_atomic(folder / "results.json", {"steps": _STEPS, "results": [asdict(found) for found in results]})
+        record = {"machine": describe(), "steps": _STEPS, "results": [asdict(found) for found in results]}
+        write_json_atomic(folder / "results.json", record)
     return 0 if all(found.holds for found in results) else 1
 
 

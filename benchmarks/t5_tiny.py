@@ -17,6 +17,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.environment import describe
 from benchmarks.recipe_runs import VOCABULARY, prepare_sources, run_main, train
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.special_tokens import T5Tokens, t5_tokens
@@ -70,7 +71,7 @@ def main(folder: Path, seeds: list[int]) -> int:
         print(results[-1], guessing, "holds" if results[-1].holds(guessing) else "FAILS", flush=True)
         write_json_atomic(
             folder / "results.json",
-            {"guessing": asdict(guessing), "results": [asdict(each) for each in results]},
+            {"machine": describe(), "guessing": asdict(guessing), "results": [asdict(each) for each in results]},
         )
     return 0 if holds else 1
 

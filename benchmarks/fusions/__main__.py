@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import commit, describe, surroundings
+from benchmarks.environment import describe, surroundings
 from benchmarks.fusions.calls import as_markdown as calls_as_markdown
 from benchmarks.fusions.calls import measure_calls
 from benchmarks.fusions.registry import OPERATIONS
@@ -59,7 +59,6 @@ def main() -> None:
     machine = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
         **describe(),
-        "commit": commit(),
     }
     runs: list[Run] = []
     now = datetime.now()

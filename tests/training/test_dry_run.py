@@ -1,6 +1,7 @@
 """dry_run: what a run would do, with numbers computed by hand."""
 
 import re
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from megalith.parallel.pipeline.plan import Schedule
 from megalith.training import dry_run
 from megalith.training.dry_run import describe
 from megalith.training.preflight import build_schedule, preflight
+from tests.program import here, write_settings
 from tests.tiny_run import settings
 
 
@@ -98,3 +100,11 @@ def test_a_schedule_that_is_not_sound_is_refused_before_any_rank_starts(tmp_path
     monkeypatch.setattr("megalith.training.preflight.build_schedule", without_a_forward)
     with pytest.raises(ConfigError, match=r"rank 0 .* micro-batch 0"):
         preflight(tree, [], 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ctrl_c_ends_it_and_promises_no_checkpoint(num_ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(dry_run, "describe", lambda *_: signal.raise_signal(signal.SIGINT))
+    found = here("train", write_settings(settings(tmp_path), tmp_path), "--dry-run", "--nproc", num_ranks)
+    assert found.code == 130
+    assert "saving" not in found.out + found.err

@@ -87,9 +87,12 @@ def train(
 
     launched = launched_rank()
     world_size = num_ranks(nproc, launched)
-    if world_size > 1 and launched is None:
-        raise typer.Exit(_train_on_ranks(world_size, wanted, dry_run=dry_run))
     console = Console()
+    if dry_run and launched is None:
+        _show_plan(wanted, world_size, console)
+        return
+    if world_size > 1 and launched is None:
+        raise typer.Exit(_train_on_ranks(world_size, wanted))
     with StopRequest(partial(_announce, console)) as stop:
         tell(listening=True)
         _train_here(wanted, launched, stop, console, dry_run=dry_run)
@@ -119,7 +122,15 @@ class _Wanted:
         return ["train", *source, *self.overrides, *([] if self.origin is None else ["--from", self.origin])]
 
 
-def _train_on_ranks(num_ranks: int, wanted: _Wanted, *, dry_run: bool) -> int:
+def _show_plan(wanted: _Wanted, world_size: int, console: Console) -> None:
+    """A dry run in this process alone; there is nothing to save, so Ctrl-C ends it like any command."""
+    from megalith.training.preflight import preflight
+
+    show_log(console)
+    _describe(preflight(*wanted.settings(), world_size), world_size)
+
+
+def _train_on_ranks(num_ranks: int, wanted: _Wanted) -> int:
     """Checks the run in this process and trains in one process per rank; returns the exit code."""
     with _nothing_to_save():
         from megalith.resilience.launch import launch
@@ -129,9 +140,6 @@ def _train_on_ranks(num_ranks: int, wanted: _Wanted, *, dry_run: bool) -> int:
         from megalith.training.resume import where_it_goes_on
 
         config = preflight(*wanted.settings(), num_ranks)
-        if dry_run:
-            _describe(config, num_ranks)
-            return 0
         check_machine(config, num_ranks, range(num_ranks))
         with RunLock(Path(config.run)):
             pass  # raises here if another run holds the lock; otherwise the ranks would write errors into its logs
