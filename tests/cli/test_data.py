@@ -58,12 +58,14 @@ def test_it_says_what_there_is_and_what_comes_next(files, tmp_path):
 def test_the_next_recipe_is_one_for_the_special_tokens_and_sentences(kinds, recipe, files):
     special = [f"--special-tokens={kind}" for kind in kinds]
     command = [*files, "--vocab-size", 400, "--key", "body", "--processes", 1, *special]
-    assert (
-        prepare(*command, "--out", "whole").stdout.splitlines()[-1] == "next: megalith train llama-4m data.train=whole"
-    )
+    whole = prepare(*command, "--out", "whole").stdout.splitlines()
+    assert whole[-1] == "next: megalith train llama-4m data.train=whole"
+    assert any("to train BERT or T5, prepare with --split-sentences" in line for line in whole) == bool(kinds)
     said = f"next: megalith train {recipe} data.train=c"
     for _ in ("done", "nothing to do"):
-        assert prepare(*command, "--out", "c", "--split-sentences").stdout.splitlines()[-1] == said
+        split = prepare(*command, "--out", "c", "--split-sentences").stdout
+        assert split.splitlines()[-1] == said
+        assert "--split-sentences" not in split
     given = prepare(
         *files, "--key", "body", "--out", "again", "--split-sentences", "--tokenizer", "c-tokenizer.json",
         "--processes", 1,

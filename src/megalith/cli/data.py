@@ -85,7 +85,9 @@ def prepare(
             processes=processes or _num_cores(),
             progress=show,
         )
-    show_text(_describe(summary, out, "llama-4m" if not split_sentences else _recipe_of_sentences(summary)))
+    recipe = "llama-4m" if not split_sentences else _recipe_of_sentences(summary)
+    lacks_sentences = not split_sentences and bool({"bert", "t5"} & {*(special_tokens or ())})
+    show_text(_describe(summary, out, recipe, lacks_sentences=lacks_sentences))
 
 
 @contextmanager
@@ -128,8 +130,11 @@ def _recipe_of_sentences(summary: "PrepareSummary") -> str:
     return "llama-4m"  # its text can still be read from left to right
 
 
-def _describe(summary: "PrepareSummary", out: Path, recipe: str) -> str:
-    """Describes the dataset, and the command to run next."""
+def _describe(summary: "PrepareSummary", out: Path, recipe: str, *, lacks_sentences: bool) -> str:
+    """Describes the dataset, and the command to run next.
+
+    ``lacks_sentences``: the tokenizer is for a model whose samples consist of sentences, and the dataset has none.
+    """
     lines = ["nothing to do: this command has already been run, and its files exist" if summary.was_done else "done"]
     for name, part in (("training", summary.train), ("held out", summary.valid)):
         if part is not None:
@@ -141,6 +146,8 @@ def _describe(summary: "PrepareSummary", out: Path, recipe: str) -> str:
     lines.append(f"{'tokenizer':<10}{summary.train.vocab_size:,} entries, {_short(summary.tokenizer)}")
     if summary.train.num_skipped_files:
         lines.append(f"{'left out':<10}{summary.train.num_skipped_files:,} binary files")
+    if lacks_sentences:
+        lines.append(f"{'sentences':<10}none; to train BERT or T5, prepare with --split-sentences and another --out")
     lines.append(f"{'files':<10}" + "\n          ".join(_short(path) for path in summary.files))
     valid = "" if summary.valid_prefix is None else f" data.valid={_short(summary.valid_prefix)}"
     return "\n".join([*lines, f"next: megalith train {recipe} data.train={out}{valid}"])

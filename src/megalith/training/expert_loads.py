@@ -114,12 +114,12 @@ _WARNINGS: Mapping[str, str] = MappingProxyType(
         "collapsed": "the routing has collapsed, now for %d steps in a row: %s. Experts that get no tokens learn "
         "nothing and rarely recover: stop, go back to an earlier checkpoint, and raise "
         "model.moe.router.sequence_balance (such as 0.01) or, with sigmoid scores, set "
-        "model.moe.router.expert_bias_update_rate (such as 0.001); if logits grow, set model.moe.router.z_loss (such "
-        "as 0.001) or lower optim.lr",
+        "model.moe.router.expert_bias_update_rate (such as 0.001); both need model.moe.router.selection=top_k. If "
+        "logits grow, set model.moe.router.z_loss (such as 0.001) or lower optim.lr",
         "hot": "nearly every token has chosen the same expert for %d steps in a row: %s. The routing has not "
         "collapsed, but ranks of parallel.expert wait for that expert: raise model.moe.router.sequence_balance (such "
-        "as 0.01) or, with sigmoid scores, set model.moe.router.expert_bias_update_rate (such as 0.001); if all "
-        "tokens should share an expert, set model.moe.shared_ffn_hidden_size",
+        "as 0.01) or, with sigmoid scores, set model.moe.router.expert_bias_update_rate (such as 0.001); both need "
+        "model.moe.router.selection=top_k. If all tokens should share an expert, set model.moe.shared_ffn_hidden_size",
     }
 )
 
