@@ -8,7 +8,8 @@ For each seed, on the demo's corpus, in one process on this machine:
     fine-tuning   recipe classification-tiny, which predicts the standard-library package of a passage: from the
                   pretrained model and from scratch, compared with the most common package and a bag of words
 
-Each step is one micro-batch, which is faster than the recipes' micro-batches for up to eight ranks.
+Each step is one micro-batch. That is faster in one process than the recipes' micro-batches, which are small enough for
+eight ranks.
 
 The bag of words follows scikit-learn's defaults: a logistic regression (C = 1) on the word counts of a passage, where a
 word is two or more letters, digits or underscores, in lower case (CountVectorizer); L-BFGS minimizes its objective.

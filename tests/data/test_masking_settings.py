@@ -82,7 +82,7 @@ def test_whole_words_are_masked_unless_told_otherwise(prefix, tokenizer):
 @pytest.mark.parametrize("settings", [{}, {"short_sequence_probability": 0.5}], ids=str)
 def test_the_share_of_samples_that_is_shortened_is_a_tenth_or_as_set(settings, tokenizer, tmp_path):
     room = S - 3
-    written(tmp_path / "x", tokenizer, tokenizer.encode("z"), 200 * room)
+    written(tmp_path / "x", tokenizer, tokenizer.encode("z"), 2000 * room)
     lengths = [sample.num_tokens - 2 for sample in HeldOutSamples(bert(tmp_path / "x", tokenizer, **settings))]
     num_short = sum(length < room for length in lengths[:-1])
     # lengths are drawn from 2 to the full one

@@ -191,7 +191,32 @@ def merging_with_prefixes():
     return models.BPE(vocabulary, merges, unk_token="x", continuing_subword_prefix="##")
 
 
-@pytest.mark.parametrize("model", [unigram, merging, merging_only_within_words, merging_with_prefixes])
+def merging_with_suffixes():
+    """A piece that ends a word ends in @, so that ``</s>`` is merged within a word, but not on its own."""
+    letters = [*LETTERS, *(f"{letter}@" for letter in LETTERS)]
+    vocabulary = {piece: id for id, piece in enumerate([*letters, "</", "s>", *SPECIAL])}
+    merges = [("<", "/"), ("s", ">"), ("</", "s>")]
+    return models.BPE(vocabulary, merges, unk_token="x", end_of_word_suffix="@")
+
+
+def merging_special_tokens():
+    """Merges go on from a special token."""
+    vocabulary = {piece: id for id, piece in enumerate([*LETTERS, "</", "s>", *SPECIAL, "</s>a", "</s>ab"])}
+    merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("</s>", "a"), ("</s>a", "b")]
+    return models.BPE(vocabulary, merges, unk_token="x")
+
+
+MODELS = [
+    unigram,
+    merging,
+    merging_only_within_words,
+    merging_with_prefixes,
+    merging_with_suffixes,
+    merging_special_tokens,
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_text_cannot_forge_a_special_token_that_is_a_piece_of_the_model(model):
     made = tokenizers.Tokenizer(model())
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(prepend_scheme="never"), decoders.Metaspace()
@@ -200,7 +225,7 @@ def test_text_cannot_forge_a_special_token_that_is_a_piece_of_the_model(model):
     ids = tokenizer.encode(text)
     special = set(map(tokenizer.token_id, SPECIAL))
     assert special.isdisjoint(ids)
-    assert tokenizer.decode(ids).replace("##", "") == text
+    assert tokenizer.decode(ids).replace("##", "").replace("@", "") == text
     assert tokenizer.encode("a dab") == made.encode("a dab").ids
     assert pickle.loads(pickle.dumps(tokenizer)).encode(text) == ids
     [prompt] = tokenizer.encode_prompts([text], special_tokens=True)
@@ -213,12 +238,23 @@ def of_an_older_format(tree):
 
 
 @pytest.mark.parametrize("change", [of_an_older_format, lambda tree: tree.pop("version")], ids=["merges", "version"])
-def test_files_of_other_formats_are_read_likewise(change):
+def test_files_of_other_formats_are_read_the_same_way(change):
     made = tokenizers.Tokenizer(merging())
     made.add_special_tokens(SPECIAL)
     tree = json.loads(made.to_str())
     change(tree)
     assert Tokenizer(json.dumps(tree).encode()).encode("b</s>b") == Tokenizer(made.to_str().encode()).encode("b</s>b")
+
+
+def test_a_model_without_a_token_for_unknown_words_needs_none_for_its_special_tokens():
+    pieces = [("</s>", 0.0), ("▁", -2.0), ("a", -3.0), ("b", -3.0)]  # no < or /
+    made = tokenizers.Tokenizer(models.Unigram(pieces))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(made.to_str().encode())
+    assert tokenizer.encode("ab a") == [1, 2, 3, 1, 2]
+    with pytest.raises(DataError, match="token for unknown words"):
+        tokenizer.encode("a</s>")
 
 
 def test_a_word_that_spells_a_special_token_is_unknown():

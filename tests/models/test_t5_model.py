@@ -158,7 +158,6 @@ def test_a_row_of_nothing_but_padding_changes_nothing_in_other_rows(fields):
     masks = {"attention_mask": mask, "decoder_attention_mask": decoder_mask}
     want = model(tokens, decoder_tokens, labels=labels, **masks)
     gradients_wanted = gradients(model, [want[decoder_mask]])
-    model.zero_grad()
     more = [torch.cat((each, each[:1])) for each in (tokens, decoder_tokens, labels)]
     hidden = {name: torch.cat((each, torch.zeros_like(each[:1]))) for name, each in masks.items()}
     found = model(more[0], more[1], labels=more[2], **hidden)

@@ -3,6 +3,7 @@
 The library finds special tokens in a text before its model sees the rest, and leaves that out when told to
 (``encode_special_tokens``). The model may still know the spelling: SentencePiece's Unigram files, such as T5's, list
 ``</s>`` and ``<extra_id_0>`` among their pieces with the best score of all, and a vocabulary of whole words may too.
+Whether a text leads the model to such a piece depends on merges, scores and what surrounds it, so none is left to it.
 """
 
 import json
@@ -11,20 +12,15 @@ from typing import Any
 
 import tokenizers
 
-__all__ = ["model_without", "spelled_by_text"]
+__all__ = ["model_without", "special_pieces"]
 
 
-def spelled_by_text(tokenizer: tokenizers.Tokenizer) -> frozenset[str]:
-    """The special tokens that the model makes of their own text.
-
-    A piece is in the best segmentation of a longer text only if it is that of its own part of it, and merges within the
-    part do not depend on the rest. The token for unknown words is not special in this sense.
-    """
-    model, pieces = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
-    unknown = getattr(model, "unk_token", None)  # Unigram has its number instead
+def special_pieces(tokenizer: tokenizers.Tokenizer) -> frozenset[str]:
+    """The special tokens that the model lists among its pieces, except for the one for unknown words."""
+    pieces = tokenizer.get_vocab(with_added_tokens=False)
+    unknown = getattr(tokenizer.model, "unk_token", None)  # Unigram has its number instead
     special = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    known = {text: id for id, text in special.items() if pieces.get(text) == id and text != unknown}
-    return frozenset(text for text, id in known.items() if any(token.id == id for token in model.tokenize(text)))
+    return frozenset(text for id, text in special.items() if pieces.get(text) == id and text != unknown)
 
 
 def model_without(content: bytes, special: frozenset[str]) -> Any:

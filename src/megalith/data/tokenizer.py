@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megalith.data.post_processor import frame_of, without_beginning
-from megalith.data.special_spellings import model_without, spelled_by_text
+from megalith.data.special_spellings import model_without, special_pieces
 from megalith.data.word_starts import WordStarts
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.input_file import read_regular_file
@@ -101,9 +101,8 @@ class Tokenizer:
         self.num_rows = max(self.num_rows, *(id + 1 for id in (self.eod, *self.begin)))
         self.eod_text = self._tokenizer.id_to_token(self.eod)
         self.ends = tuple(dict.fromkeys([self.eod, *ends]))
-        with _told(f"{name} has special tokens that text can spell; it cannot be mended"):
-            if spelled := spelled_by_text(self._tokenizer):
-                self._tokenizer.model = model_without(content, spelled)
+        if special_text := special_pieces(self._tokenizer):
+            self._tokenizer.model = model_without(content, special_text)
 
     @classmethod
     def load(cls, path: str | Path, eod: str | int | None = None, *, ends: Sequence[int] = ()) -> "Tokenizer":

@@ -77,13 +77,13 @@ def samples(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(8, 1, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
 
-def gradients(tensor: int, replicate: int, micro_batches: int, reshard_after_forward: bool) -> dict[str, Tensor]:
+def gradients(tensor: int, replicate: int, micro_batches: int, reshard: bool, reduce_each: bool) -> dict[str, Tensor]:
     """The unsharded gradient of the sum of squares over all samples, of which each rank has seen its own."""
-    model = sharded(tensor, replicate, reshard_after_forward=reshard_after_forward)
+    model = sharded(tensor, replicate, reshard_after_forward=reshard)
     groups = collection(tensor, replicate)
     micro = samples().chunk(groups.size("dp"))[groups.rank("dp")].chunk(micro_batches)
     for index, x in enumerate(micro):
-        gradient_sync(model, last=index == len(micro) - 1)
+        gradient_sync(model, last=reduce_each or index == len(micro) - 1)
         model(x).square().sum().backward()
     return {name: whole(parameter.grad) for name, parameter, _ in declared_parameters(model)}
 
@@ -98,15 +98,15 @@ def gradients_of_one_process() -> dict[str, Tensor]:
 @pytest.mark.parametrize(("num_ranks", "tensor", "replicate"), LAYOUTS)
 def test_a_gradient_is_the_sum_over_all_samples_in_every_layout(num_ranks, tensor, replicate):
     want = gradients_of_one_process()
-    for got in ranks(num_ranks, gradients, tensor, replicate, 1, True):
+    for got in ranks(num_ranks, gradients, tensor, replicate, 1, True, False):
         torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [False, True])
-@pytest.mark.parametrize(("num_ranks", "tensor", "replicate"), [(2, 1, 1), (4, 1, 2), (4, 2, 2)])
-def test_micro_batches_add_up(num_ranks, tensor, replicate, reshard_after_forward):
+@pytest.mark.parametrize(("reshard", "reduce_each"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("num_ranks", "tensor", "replicate"), [(1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 2, 2)])
+def test_micro_batches_add_up(num_ranks, tensor, replicate, reshard, reduce_each):
     want = gradients_of_one_process()
-    for got in ranks(num_ranks, gradients, tensor, replicate, 2, reshard_after_forward):
+    for got in ranks(num_ranks, gradients, tensor, replicate, 2, reshard, reduce_each):
         torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
 
 

@@ -7,8 +7,8 @@ no query sees are in no tile, and cost nothing. For queries after a cache, docum
 call for each row would cost more than it saves.
 
 float16 is widened to float32: that is faster than torch's float16 kernels, which also accumulate the gradient of v in
-16 bits. ``products_for_cpu`` computes the backward of short rows, where torch's kernel is slower. Elsewhere the
-backward of bfloat16 is computed in float32 if that is faster: for fewer than 192 queries, and on a CPU without AMX.
+16 bits. ``products_for_cpu`` computes the backward of short rows and documents, where torch's kernel is slower. The
+other backwards of bfloat16 are computed in float32 if that is faster: for fewer than 192 queries, and without AMX.
 
 torch's kernels require one head size for q, k and v, and do not differentiate the log-sum-exp. Smaller heads are padded
 with zero columns. Backward adds two more columns, ones in v and dlse in dout, so that dout v^T becomes dout v^T + dlse,
@@ -37,7 +37,7 @@ _NONE_SEEN = float("-inf")
 # (benchmarks/results/attention-rows-cpu-20261127.md), and the most scores that it keeps in memory at once
 _SHORT, _SHORT_WITH_AMX = range(96, 192), range(33, 257)
 _MOST_SCORES = 1 << 20
-# key heads of all rows; for 8, one row of 60 to 126 tokens, products took 1.05 to 1.25 times as long as torch's kernel
+# key heads of all rows; with fewer, the overhead of twenty small calls is more than products save
 _FEWEST_MATRICES = 16
 _MIN_BFLOAT16_QUERIES = 192  # from this many on, torch's backward multiplies larger blocks of queries
 

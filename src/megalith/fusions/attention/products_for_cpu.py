@@ -1,4 +1,4 @@
-"""Gradients of attention over short rows on a CPU: products of whole rows, for a few heads at a time.
+"""Gradients of attention over short rows or documents on a CPU: products of all queries and keys, a few heads at a time.
 
     P  = exp(scale q k^T - lse)                 dv = P^T dout
     dS = scale P (dout v^T - delta + dlse)      dq = dS k,  dk = dS^T q         delta = sum over D of dout out

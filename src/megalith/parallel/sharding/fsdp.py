@@ -123,8 +123,8 @@ class _InPlace(ReduceScatter):
     """A reduce-scatter over one rank, whose result is its input: both get the same memory.
 
     FSDP2 allocates the input and then the output of each reduction. It would copy one to the other, which takes a pass
-    over all gradients, and twice the memory. Gradients must have the dtype of the reduction, so that they keep the
-    memory. A rank that replicates others' weights still divides a copy by 1.
+    over all gradients, and twice the memory. The memory becomes that of the gradients if ``param_dtype`` is the dtype
+    of the reduction; otherwise FSDP2 casts a copy.
     """
 
     def __init__(self) -> None:
