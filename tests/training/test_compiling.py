@@ -43,6 +43,7 @@ def run(recipe="llama-4m", *overrides):
         ("bert-tiny", ["model.activation=gelu_tanh"], 1, False),
         ("bert-tiny", ["train.steps=700"], 1, False),
         ("bert-tiny", ["precision.dtype=float64"], 1, False),
+        ("bert-tiny", ["precision.dtype=bfloat16"], 1, False),
         ("t5-tiny", ["train.steps=1200"], 1, False),
         ("t5-tiny", ["train.steps=1200", "model.activation=geglu"], 1, True),
     ],
