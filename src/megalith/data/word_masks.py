@@ -3,8 +3,9 @@
 Words are visited in random order; each begins a run of n words, where P(n) is proportional to 1 / n for n <= max_ngram
 (Megatron's BERT), or geometric with p = 0.2 and clipped to max_ngram (Megatron's T5; SpanBERT, arXiv:1907.10529,
 section 3.1, redraws longer runs instead). A run that would exceed the sample's share, or its segment, is shortened
-(Megatron lets runs extend over [SEP]); one that overlaps a masked word is dropped. The share is min(probability * target, max(1, round(probability * tokens))), so nothing is masked in a sample
-whose target length is less than 1 / probability tokens.
+(Megatron lets runs extend over [SEP]); one that overlaps a masked word is dropped. The share is
+min(probability * target, max(1, round(probability * tokens))), so nothing is masked in a sample whose target length is
+less than 1 / probability tokens.
 """
 
 import math

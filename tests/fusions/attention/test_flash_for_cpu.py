@@ -28,7 +28,7 @@ def test_values_of_any_head_size_are_in_the_memory_that_the_compiler_is_told_of(
     torch.library.opcheck(torch.ops.megalith.attention_for_cpu.default, inputs)
 
 
-# float16, and without AMX bfloat16, are widened; the gradients of shorter rows of bfloat16 are products
+# float16, and without AMX bfloat16, are widened
 @pytest.mark.parametrize(("dtype", "S"), [(torch.float32, 33), (torch.bfloat16, 257)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("G", [1, 2, 4])
@@ -101,7 +101,7 @@ SHORT = {  # tokens, dtype, heads of keys, size of v's heads
     "groups": (99, torch.float32, 2, 16),
     "one group, other head size": (99, torch.float32, 1, 24),
     "float16": (99, torch.float16, 4, 16),
-    "bfloat16": (35, torch.bfloat16, 2, 16),
+    "bfloat16": (99, torch.bfloat16, 2, 16),
 }
 
 
@@ -129,14 +129,62 @@ def test_gradients_of_short_rows_are_products_that_match_float64(name, causal, m
         assert (a.double() - b).norm() <= {2: 6e-3, 4: 2e-6}[a.element_size()] * b.norm()
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "amx"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_rows_are_short_within_measured_lengths(dtype, amx, monkeypatch):
+def test_rows_are_short_within_measured_lengths(dtype, amx, causal, monkeypatch):
     monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
     calls = lengths_given_to_products(monkeypatch)
-    for S in (32, 33, 95, 96, 191, 192, 256, 257):
+    lengths = [95, 96, 191, 192, 255, 256, 640, 641, 704, 705]
+    for S in lengths:
         q = torch.randn(S, 1, 1, 8).to(dtype).requires_grad_()
-        fused_attention(q, q, q, backend="aten")[0].sum().backward()
-    assert calls == ([33, 95, 96, 191, 192, 256] if dtype == torch.bfloat16 and amx else [96, 191])
+        fused_attention(q, q, q, causal=causal, backend="aten")[0].sum().backward()
+    of_any_rows = [96, 191, 256, 640] if causal else [96, 191]
+    assert calls == (lengths[1:-1] if dtype == torch.bfloat16 and amx else of_any_rows)
+
+
+@pytest.mark.parametrize("amx", [True, False], ids=["AMX", "no AMX"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("G", [1, 2, 6])
+def test_gradients_of_blocks_of_causal_rows_add_up(G, dtype, amx, monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
+    monkeypatch.setattr(products_for_cpu, "_QUERIES", 60)  # blocks of 60, 60 and 30 of 150 queries
+    monkeypatch.setattr(products_for_cpu, "_ELEMENTS", 60 * 150 * 4)
+    calls = lengths_given_to_products(monkeypatch)
+    q, k, v = (torch.randn(150, 3, heads, 16).to(dtype).requires_grad_() for heads in (6, G, G))
+    out, lse = fused_attention(q, k, v)
+    dout, dlse = torch.randn(out.shape).to(dtype), torch.randn(lse.shape)
+    got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    want = torch.autograd.grad(formula(*exact, causal=True), exact, (dout.double(), dlse.double()))
+    assert calls == [150]
+    for a, b in zip(got, want, strict=True):
+        assert (a.double() - b).norm() <= {2: 6e-3, 4: 2e-6}[a.element_size()] * b.norm()
+
+
+@pytest.fixture(params=["none", "ieee", "bf16"])
+def precision(request):
+    """The setting of the user for float32 products."""
+    torch.backends.mkldnn.matmul.fp32_precision = request.param
+    yield request.param
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def test_products_are_rounded_in_bfloat16_with_amx_alone_and_the_setting_is_put_back(precision, monkeypatch):
+    matmul, found = torch.backends.mkldnn.matmul, []
+    compute = products_for_cpu._gradients_
+    monkeypatch.setattr(flash_for_cpu, "_FEWEST_MATRICES", 1)
+
+    def recorded(*operands, **options):
+        found.append(matmul.fp32_precision)
+        compute(*operands, **options)
+
+    monkeypatch.setattr(products_for_cpu, "_gradients_", recorded)
+    for dtype, amx in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)):
+        monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda amx=amx: amx)
+        q = torch.randn(100, 1, 2, 8).to(dtype).requires_grad_()
+        fused_attention(q, q, q)[0].sum().backward()
+        assert matmul.fp32_precision == precision
+    assert found == ["bf16", precision, precision]
 
 
 def test_masks_many_heads_of_one_group_and_float64_take_the_kernel_of_torch(monkeypatch):

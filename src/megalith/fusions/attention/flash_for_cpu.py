@@ -33,9 +33,9 @@ __all__ = ["op"]
 # queries per masked tile; about the fastest of 32 to 512, for windows of 128 and 512 tokens on two cores
 _QUERIES = 256
 _NONE_SEEN = float("-inf")
-# lengths of rows for which ``products_for_cpu`` is faster than torch's kernel, in float32 and in bfloat16 with AMX
-# (benchmarks/results/attention-rows-cpu-20261127.md), and the most scores that it keeps in memory at once
-_SHORT, _SHORT_WITH_AMX = range(96, 192), range(33, 257)
+# lengths of rows for which ``products_for_cpu`` is faster than torch's kernel: any rows, causal ones, and any in
+# bfloat16 with AMX (benchmarks/results/attention-rows-cpu-20261127-2354.md); and the most scores of one head of keys
+_SHORT, _SHORT_CAUSAL, _SHORT_WITH_AMX = range(96, 192), range(256, 641), range(96, 705)
 _MOST_SCORES = 1 << 20
 # key heads of all rows; with fewer, the overhead of twenty small calls is more than products save
 _FEWEST_MATRICES = 16
@@ -178,21 +178,25 @@ def _is_short(tile: _Tile, q: Tensor, k: Tensor) -> bool:
     """Whether the gradients of ``tile`` of ``q`` [B, A, Sq, D] and ``k`` [B, G, Sk, D] are faster by products."""
     if tile.mask is not None or q.dtype == torch.float64:
         return False
-    short = _SHORT_WITH_AMX if q.dtype == torch.bfloat16 and _has_amx() else _SHORT
+    if q.dtype == torch.bfloat16 and _has_amx():
+        lengths = [_SHORT_WITH_AMX]
+    else:
+        lengths = [_SHORT, _SHORT_CAUSAL] if tile.causal else [_SHORT]
     B, Sq, Sk = (each.stop - each.start for each in tile[:3])
     A, G = q.shape[1], k.shape[1]
-    return Sq in short and Sk in short and A // G * Sq * Sk <= _MOST_SCORES and B * G >= _FEWEST_MATRICES
+    short = any(Sq in each and Sk in each for each in lengths)
+    return short and A // G * Sq * Sk <= _MOST_SCORES and B * G >= _FEWEST_MATRICES
 
 
 def _products(dout: Tensor, given: GivenToBackward, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of ``tile`` by ``gradients_by_products``; ``dout`` [Sq, B, A, Dv]."""
-    dtype, rows, queries, keys = given.q.dtype, tile.rows, tile.queries, tile.keys
+    rows, queries, keys = tile.rows, tile.queries, tile.keys
     dout, q, out = (x[queries, rows] for x in (dout, given.q, given.out))
     k, v = given.k[keys, rows], given.v[keys, rows]
     lse = given.lse[rows, :, queries]
     dlse = None if given.dlse is None else given.dlse[rows, :, queries]
-    in_products = dtype if dtype == torch.bfloat16 and _has_amx() else torch.float32
-    return gradients_by_products(dout, dlse, q, k, v, out, lse, given.scale, causal=tile.causal, dtype=in_products)
+    rounded = q.dtype == torch.bfloat16 and _has_amx()
+    return gradients_by_products(dout, dlse, q, k, v, out, lse, given.scale, causal=tile.causal, rounded=rounded)
 
 
 def _causal_if_unmasked(Sq: int, Sk: int, left: int, right: int) -> bool | None:

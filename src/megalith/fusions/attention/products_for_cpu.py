@@ -1,70 +1,116 @@
-"""Gradients of attention over short rows or documents on a CPU: products of all queries and keys, a few heads at a time.
+"""Gradients of attention over short rows or documents on a CPU: products of all queries and keys, some heads at a time.
 
     P  = exp(scale q k^T - lse)                 dv = P^T dout
     dS = scale P (dout v^T - delta + dlse)      dq = dS k,  dk = dS^T q         delta = sum over D of dout out
 
-torch's kernel multiplies tiles of only 32 queries in rows below 192. Here the first two products are in float32, since
-P and dS need its digits, and with AMX the others are in bfloat16, with P and dS rounded, as in torch's kernel.
+torch's kernel multiplies tiles of only 32 queries in rows below 192, and of 64 below 768. Causal rows are computed in
+blocks of queries, each with the keys up to its last query, which leaves out up to half of the work.
 
-Tensors are reshaped to [B G, S, D], one matrix per key head. The R query heads of a group are stacked: [B G, R S, D].
+All products have float32 results, since P and dS need its digits and dk and dv are sums over blocks. torch has no such
+product of bfloat16 tensors on a CPU, but one of float32 tensors that rounds its operands to bfloat16, which changes
+nothing in q, k, v and dout. It is a setting of the process: meanwhile, it holds for other threads as well.
+
+Tensors are viewed as [B G, R, S, D], with the R query heads of a key head; products take them stacked: [B G, R S, D].
 """
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = ["gradients_by_products"]
 
-_ELEMENTS = 1 << 19  # of P at a time, unless one head has more: two megabytes, about a core's L2 cache
+_ELEMENTS = 1 << 20  # of P at a time, unless one head has more: two megabytes a core, about its L2 cache
+_QUERIES = 128  # in a block of a causal row; the fastest of 64, 128 and 256 in float32, and about that in bfloat16
 
 
 def gradients_by_products(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-    *, causal: bool, dtype: torch.dtype,
+    *, causal: bool, rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv as [B, heads, S, D]; the last three products are computed in ``dtype``.
+    """dq, dk and dv as [B, heads, S, D] in the dtype of ``q``.
 
     Args:
         dout: [S, B, A, Dv]; so is ``out``.
         dlse: [B, A, S] or None; ``lse`` [B, A, S] is finite.
-        q: [S, B, A, D].
+        q: [S, B, A, D], of at most 32 bits.
         k: [Sk, B, G, D]; v [Sk, B, G, Dv].
         scale: the factor of the scores.
         causal: whether query i sees keys up to i, of as many as there are queries.
-        dtype: float32, or that of the inputs.
+        rounded: round the operands of products to bfloat16.
     """
     (S, B, A, D), (Sk, _, G, Dv), R = q.shape, v.shape, q.shape[2] // k.shape[2]
     delta = (dout.float() * out.float()).sum(dim=-1).permute(1, 2, 0)  # [B, A, S]
     delta = delta if dlse is None else delta - dlse
-    scaled_delta, lse = (x.reshape(B * G, R * S, 1) for x in (scale * delta, lse.float()))
-    rows = [_rows(x, G) for x in (q, k, v, dout)]
-    dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in rows[:3])
-    most = max(1, _ELEMENTS // (R * S * Sk))
+    scaled_delta, lse = (x.reshape(B * G, R, S, 1) for x in (scale * delta, lse.float()))
+    given = [x.permute(1, 2, 0, 3).reshape(B * G, -1, x.shape[0], x.shape[3]) for x in (q, dout, k, v)]
+    dq, dk, dv = (x.new_empty(x.shape) for x in (given[0], *given[2:]))
+    block = min(S, _QUERIES) if causal else S
+    most = max(1, _ELEMENTS // (R * block * Sk))
     # memory is reused, because fresh memory costs as much time as what is computed in it
-    wide = [torch.empty_like(x[:most], dtype=torch.float32) for x in rows]
-    of_scores = [q.new_empty(2, most, R * S, Sk, dtype=each) for each in (torch.float32, dtype)]
-    for heads in (slice(first, min(first + most, B * G)) for first in range(0, B * G, most)):
-        num = heads.stop - heads.start
-        own = [x[heads] for x in rows]
-        wide_q, wide_k, wide_v, wide_dout = (_cast(x, memory[:num]) for x, memory in zip(own, wide, strict=True))
-        own_q, own_k, _, own_dout = own if dtype == q.dtype else (wide_q, wide_k, wide_v, wide_dout)
-        p, ds = of_scores[0][:, :num]
-        p.baddbmm_(wide_q, wide_k.mT, beta=0.0, alpha=scale).sub_(lse[heads]).exp_()
-        if causal:
-            p.unflatten(1, (R, S)).tril_()
-        ds.baddbmm_(wide_dout, wide_v.mT, beta=0.0, alpha=scale).sub_(scaled_delta[heads]).mul_(p)
-        p, ds = (_cast(x, memory[:num]) for x, memory in zip((p, ds), of_scores[1], strict=True))
-        torch.bmm(p.mT, own_dout, out=dv[heads])
-        torch.bmm(ds, own_k, out=dq[heads])
-        torch.bmm(ds.mT, own_q, out=dk[heads])
+    wide = [x.new_empty((most, *x.shape[1:]), dtype=torch.float32) for x in given]
+    sums = [x.new_empty((most, *x.shape[1:]), dtype=torch.float32) for x in (dk, dv)]
+    scores = q.new_empty(2, most * R * block * Sk, dtype=torch.float32)
+    for heads in (slice(first, first + most) for first in range(0, B * G, most)):
+        operands = [_widened(x[heads], memory) for x, memory in zip(given, wide, strict=True)]
+        own = [x[heads] for x in (dk, dv)]
+        added = own if q.dtype == torch.float32 else [x[: len(own[0])] for x in sums]
+        with _rounded_operands() if rounded else nullcontext():
+            _gradients_(
+                operands, lse[heads], scaled_delta[heads], scale, scores, (dq[heads], *added), block, causal=causal
+            )
+        if added is not own:
+            torch._foreach_copy_(own, added)
     return dq.view(B, A, S, D), dk.view(B, G, Sk, D), dv.view(B, G, Sk, Dv)
 
 
-def _cast(x: Tensor, memory: Tensor) -> Tensor:
-    """``x`` in the dtype of ``memory``, which holds the result unless it is ``x`` itself."""
-    return x if x.dtype == memory.dtype else memory.copy_(x)
+def _gradients_(
+    operands: Sequence[Tensor], lse: Tensor, scaled_delta: Tensor, scale: float, scores: Tensor,
+    results: Sequence[Tensor], block: int, *, causal: bool,
+) -> None:  # fmt: skip
+    """Writes the gradients of a few key heads to ``results``.
+
+    Args:
+        operands: float32 q, dout, k and v.
+        lse: [key heads, R, S, 1]; so is ``scaled_delta``.
+        scores: memory for P and dS of a block, [2, at least as many elements].
+        results: dq, and float32 dk and dv.
+        block: queries at a time; all of them unless ``causal``.
+    """
+    (q, dout), (k, v) = operands[:2], (x.squeeze(1) for x in operands[2:])
+    dq, dk, dv = results[0], *(x.squeeze(1) for x in results[1:])
+    num, R, S, _ = q.shape
+    for first in reversed(range(0, S, block)):  # the last block sees all keys, so its products initialize dk and dv
+        after = min(first + block, S)
+        seen, kept = (after if causal else k.shape[1]), float(after < S)
+        own = [x[:, :, first:after].flatten(1, 2) for x in (q, dout, lse, scaled_delta)]
+        own_q, own_dout, own_lse, own_delta = own
+        keys, values = k[:, :seen], v[:, :seen]
+        p, ds = (memory[: num * R * (after - first) * seen].view(num, -1, seen) for memory in scores)
+        p.baddbmm_(own_q, keys.mT, beta=0.0, alpha=scale).sub_(own_lse).exp_()
+        if causal:
+            p.view(num * R, -1, seen)[..., first:].tril_()
+        ds.baddbmm_(own_dout, values.mT, beta=0.0, alpha=scale).sub_(own_delta).mul_(p)
+        dv[:, :seen].baddbmm_(p.mT, own_dout, beta=kept)
+        dk[:, :seen].baddbmm_(ds.mT, own_q, beta=kept)
+        dq[:, :, first:after] = torch.bmm(ds, keys).unflatten(1, (R, -1))
 
 
-def _rows(x: Tensor, G: int) -> Tensor:
-    """[B G, R S, D] of ``x`` [S, B, R G, D]."""
-    S, B, heads, D = x.shape
-    return x.permute(1, 2, 0, 3).reshape(B * G, heads // G * S, D)
+@contextmanager
+def _rounded_operands() -> Iterator[None]:
+    """Inside the ``with`` block, oneDNN's float32 products round their operands to bfloat16."""
+    onednn: Any = torch.backends.mkldnn  # its type does not know its settings
+    before = onednn.matmul.fp32_precision
+    inherited = before == onednn.fp32_precision
+    onednn.matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        onednn.matmul.fp32_precision = "none" if inherited else before
+
+
+def _widened(x: Tensor, memory: Tensor) -> Tensor:
+    """``x`` in float32, in ``memory`` unless it is that already."""
+    return x if x.dtype == torch.float32 else memory[: len(x)].copy_(x)
