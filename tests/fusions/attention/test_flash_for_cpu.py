@@ -1,5 +1,7 @@
 """Attention on a CPU: as torch, under torch.compile, and in bfloat16; test_fused_attention.py has the rest."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -161,30 +163,62 @@ def test_gradients_of_blocks_of_causal_rows_add_up(G, dtype, amx, monkeypatch):
         assert (a.double() - b).norm() <= {2: 6e-3, 4: 2e-6}[a.element_size()] * b.norm()
 
 
-@pytest.fixture(params=["none", "ieee", "bf16"])
-def precision(request):
-    """The setting of the user for float32 products."""
-    torch.backends.mkldnn.matmul.fp32_precision = request.param
-    yield request.param
-    torch.backends.mkldnn.matmul.fp32_precision = "none"
+@pytest.fixture
+def onednn():
+    """The settings for float32 products on a CPU, put back afterwards."""
+    settings = torch.backends.mkldnn
+    before = settings.fp32_precision, settings.matmul.fp32_precision
+    yield settings
+    settings.fp32_precision = before[0]
+    settings.matmul.fp32_precision = before[1]
 
 
-def test_products_are_rounded_in_bfloat16_with_amx_alone_and_the_setting_is_put_back(precision, monkeypatch):
-    matmul, found = torch.backends.mkldnn.matmul, []
-    compute = products_for_cpu._gradients_
-    monkeypatch.setattr(flash_for_cpu, "_FEWEST_MATRICES", 1)
+def differentiate(dtype):
+    q = torch.randn(256, 2, 8, 16).to(dtype).requires_grad_()
+    fused_attention(q, q, q)[0].sum().backward()
+
+
+@pytest.mark.parametrize("precision", ["none", "ieee", "bf16"])
+def test_operands_are_rounded_in_bfloat16_with_amx_alone_and_the_setting_is_put_back(precision, onednn, monkeypatch):
+    onednn.matmul.fp32_precision = precision
+    found, compute = [], products_for_cpu._gradients_
 
     def recorded(*operands, **options):
-        found.append(matmul.fp32_precision)
+        found.append(onednn.matmul.fp32_precision)
         compute(*operands, **options)
 
     monkeypatch.setattr(products_for_cpu, "_gradients_", recorded)
     for dtype, amx in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)):
         monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda amx=amx: amx)
-        q = torch.randn(100, 1, 2, 8).to(dtype).requires_grad_()
-        fused_attention(q, q, q)[0].sum().backward()
-        assert matmul.fp32_precision == precision
-    assert found == ["bf16", precision, precision]
+        differentiate(dtype)
+        assert onednn.matmul.fp32_precision == precision
+    assert found == ["bf16", "ieee", "ieee"]
+
+
+def test_an_inherited_setting_stays_inherited(onednn, monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    onednn.fp32_precision = "ieee"
+    differentiate(torch.bfloat16)
+    onednn.fp32_precision = "bf16"
+    assert onednn.matmul.fp32_precision == "bf16"
+
+
+def test_the_setting_is_put_back_after_an_error(onednn, monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    monkeypatch.setattr(products_for_cpu, "_gradients_", lambda *_, **__: 1 / 0)
+    before = onednn.matmul.fp32_precision
+    with pytest.raises(ZeroDivisionError):
+        differentiate(torch.bfloat16)
+    assert onednn.matmul.fp32_precision == before
+
+
+def test_the_setting_is_put_back_after_backwards_in_two_threads(onednn, monkeypatch):
+    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    before = onednn.matmul.fp32_precision
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(differentiate, torch.bfloat16) for _ in range(40)]:
+            done.result()
+    assert onednn.matmul.fp32_precision == before
 
 
 def test_masks_many_heads_of_one_group_and_float64_take_the_kernel_of_torch(monkeypatch):

@@ -34,7 +34,8 @@ __all__ = ["op"]
 _QUERIES = 256
 _NONE_SEEN = float("-inf")
 # lengths of rows for which ``products_for_cpu`` is faster than torch's kernel: any rows, causal ones, and any in
-# bfloat16 with AMX (benchmarks/results/attention-rows-cpu-20261127-2354.md); and the most scores of one head of keys
+# bfloat16 with AMX (benchmarks/results/attention-rows-cpu-20261127-2354.md, without groups); and the most scores of one
+# key head, all of which may be in memory at once
 _SHORT, _SHORT_CAUSAL, _SHORT_WITH_AMX = range(96, 192), range(256, 641), range(96, 705)
 _MOST_SCORES = 1 << 20
 # key heads of all rows; with fewer, the overhead of twenty small calls is more than products save

@@ -8,21 +8,25 @@ blocks of queries, each with the keys up to its last query, which leaves out up 
 
 All products have float32 results, since P and dS need its digits and dk and dv are sums over blocks. torch has no such
 product of bfloat16 tensors on a CPU, but one of float32 tensors that rounds its operands to bfloat16, which changes
-nothing in q, k, v and dout. It is a setting of the process: meanwhile, it holds for other threads as well.
+nothing in q, k, v and dout. It is a setting of the process: meanwhile, it holds for other threads as well, and these
+gradients are computed in one thread after the other. Otherwise operands are not rounded, whatever the user has set,
+since lse is not that of rounded ones.
 
 Tensors are viewed as [B G, R, S, D], with the R query heads of a key head; products take them stacked: [B G, R S, D].
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 __all__ = ["gradients_by_products"]
 
-_ELEMENTS = 1 << 20  # of P at a time, unless one head has more: two megabytes a core, about its L2 cache
+_ELEMENTS = 1 << 20  # of P and of dS at a time, unless one head has more; the fastest of 2^18 to 2^21 on two cores
+_PRECISION = Lock()  # held while the setting of the process is changed
 _QUERIES = 128  # in a block of a causal row; the fastest of 64, 128 and 256 in float32, and about that in bfloat16
 
 
@@ -48,16 +52,17 @@ def gradients_by_products(
     given = [x.permute(1, 2, 0, 3).reshape(B * G, -1, x.shape[0], x.shape[3]) for x in (q, dout, k, v)]
     dq, dk, dv = (x.new_empty(x.shape) for x in (given[0], *given[2:]))
     block = min(S, _QUERIES) if causal else S
-    most = max(1, _ELEMENTS // (R * block * Sk))
+    most = min(B * G, max(1, _ELEMENTS // (R * block * Sk)))
+    most_copied = 0 if q.dtype == torch.float32 else most
     # memory is reused, because fresh memory costs as much time as what is computed in it
-    wide = [x.new_empty((most, *x.shape[1:]), dtype=torch.float32) for x in given]
-    sums = [x.new_empty((most, *x.shape[1:]), dtype=torch.float32) for x in (dk, dv)]
+    wide = [x.new_empty((most_copied, *x.shape[1:]), dtype=torch.float32) for x in given]
+    sums = [x.new_empty((most_copied, *x.shape[1:]), dtype=torch.float32) for x in (dk, dv)]
     scores = q.new_empty(2, most * R * block * Sk, dtype=torch.float32)
     for heads in (slice(first, first + most) for first in range(0, B * G, most)):
         operands = [_widened(x[heads], memory) for x, memory in zip(given, wide, strict=True)]
         own = [x[heads] for x in (dk, dv)]
         added = own if q.dtype == torch.float32 else [x[: len(own[0])] for x in sums]
-        with _rounded_operands() if rounded else nullcontext():
+        with _operands_in("bf16" if rounded else "ieee"):
             _gradients_(
                 operands, lse[heads], scaled_delta[heads], scale, scores, (dq[heads], *added), block, causal=causal
             )
@@ -99,16 +104,17 @@ def _gradients_(
 
 
 @contextmanager
-def _rounded_operands() -> Iterator[None]:
-    """Inside the ``with`` block, oneDNN's float32 products round their operands to bfloat16."""
+def _operands_in(precision: Literal["bf16", "ieee"]) -> Iterator[None]:
+    """Inside the ``with`` block, which one thread enters at a time, operands of float32 products have ``precision``."""
     onednn: Any = torch.backends.mkldnn  # its type does not know its settings
-    before = onednn.matmul.fp32_precision
-    inherited = before == onednn.fp32_precision
-    onednn.matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        onednn.matmul.fp32_precision = "none" if inherited else before
+    with _PRECISION:
+        before = onednn.matmul.fp32_precision
+        inherited = before == onednn.fp32_precision  # or set to the same; torch does not tell these apart
+        onednn.matmul.fp32_precision = precision
+        try:
+            yield
+        finally:
+            onednn.matmul.fp32_precision = "none" if inherited else before
 
 
 def _widened(x: Tensor, memory: Tensor) -> Tensor:
