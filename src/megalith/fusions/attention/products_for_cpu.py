@@ -25,7 +25,7 @@ from torch import Tensor
 
 __all__ = ["gradients_by_products"]
 
-_ELEMENTS = 1 << 20  # of P and of dS at a time, unless one head has more; the fastest of 2^18 to 2^21 on two cores
+_ELEMENTS = 1 << 20  # of P and of dS at a time, unless one head has more; about the fastest on two cores
 _PRECISION = Lock()  # held while the setting of the process is changed
 _QUERIES = 128  # in a block of a causal row; the fastest of 64, 128 and 256 in float32, and about that in bfloat16
 
