@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from megalith.fusions.core.compiler import why_not_compile
 from megalith.torch_compat import all_gather_into, compile_apart, grouped_mm, reduce_scatter_into
 from tests.rank_pool import ranks
 
@@ -55,3 +56,14 @@ def test_a_compiler_of_its_own_is_asked_for_where_torch_has_one():
     options = inspect.signature(torch.compile).parameters
     assert ("isolate_recompiles" in options) == ("recompile_limit" in options)  # both new in 2.13
     assert compile_apart(torch.neg)  # neither is passed where it does not exist
+
+
+@pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
+def test_a_compiled_product_is_not_rounded_before_the_sum_that_it_goes_into():
+    def formula(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * a + b
+
+    a = torch.full((64,), 1.0 + 2.0**-12)
+    b = torch.full((64,), -(1.0 + 2.0**-11))
+    assert formula(a, b)[0] == 0.0  # a^2 = 1 + 2^-11 + 2^-24 needs a 25th bit
+    assert compile_apart(formula)(a, b)[0] == 2.0**-24

@@ -68,8 +68,10 @@ def by_turns(pairs: list[CaseAndPath]) -> list[CaseAndPath]:
     return found
 
 
-def small(case: Case, device: str, dtype: torch.dtype = torch.float32, num_rows: int = 3) -> Inputs:
-    return case.make(num_rows, usual_width(case), dtype, device)
+def small(case: Case, device: str, dtype: torch.dtype | None = None, num_rows: int = 3) -> Inputs:
+    """Inputs in ``dtype``, by default float32 if the case accepts it."""
+    usual = torch.float32 if torch.float32 in case.dtypes else case.dtypes[0]
+    return case.make(num_rows, usual_width(case), dtype or usual, device)
 
 
 def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

@@ -90,6 +90,15 @@ def test_its_biases_are_apart_from_those_of_attention():
         assert any(name.endswith("bias") for name, _ in layer.named_parameters()) == mlp_bias
 
 
+def test_exact_gelu_in_16_bits_on_a_cpu_is_torchs_down_to_the_bit_with_the_bias_in_the_product():
+    layer = built("gelu").bfloat16()
+    x = x_of().bfloat16()
+    up, down = layer.up_proj, layer.down_proj
+    inner = torch.nn.functional.gelu(torch.nn.functional.linear(x, up.weight, up.bias))
+    want = torch.nn.functional.linear(inner, down.weight) + down.bias
+    assert torch.equal(layer(x, LayerContext()), want)
+
+
 def test_squared_relu_of_16_bits_is_rounded_once():
     up = torch.linspace(-3.0, 3.0, 999).to(torch.bfloat16).view(1, 1, -1)
     got = built("squared_relu", dtype=torch.bfloat16)._activate(up, None, None)

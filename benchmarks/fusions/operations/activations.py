@@ -103,10 +103,13 @@ def _glu(name: str, activation: str, activate: Call, peers: dict[str, Any], **gi
     )
 
 
-def _one(num_bytes: int, dtype: torch.dtype, device: str, *, second: str) -> Inputs:
+def _one(num_bytes: int, dtype: torch.dtype, device: str, *, second: str | None) -> Inputs:
     T = max(1, num_bytes // (_F * dtype.itemsize))
-    extra = torch.rand(T, 1, device=device) if second == "weights" else torch.randn(_F, device=device).to(dtype)
-    return {"input": torch.randn(T, _F, device=device).to(dtype), second: extra}
+    made: Inputs = {"input": torch.randn(T, _F, device=device).to(dtype)}
+    if second is not None:
+        per_token = second == "weights"
+        made[second] = torch.rand(T, 1, device=device) if per_token else torch.randn(_F, device=device).to(dtype)
+    return made
 
 
 _tanh_gelu = partial(functional.gelu, approximate="tanh")
@@ -140,6 +143,14 @@ OPERATIONS = [
         partial(_one, second="bias"),
         partial(fusions.bias_gelu_impl, approximate="none"),
         lambda input, bias: functional.gelu(input + bias),
+        cost.bias_gelu,
+    ),
+    Operation(
+        "exact gelu",
+        "exact_gelu",
+        partial(_one, second=None),
+        partial(fusions.bias_gelu_impl, bias=None, approximate="none"),
+        functional.gelu,
         cost.bias_gelu,
     ),
     Operation(

@@ -59,7 +59,6 @@ class MLP(nn.Module):
 
         self.gate_proj = column() if self.gate_activation is not None else None
         self.up_proj = column()
-        # adding it in the product is a separate pass on a CPU; the fused activation adds it in its own
         self.has_fused_bias = bias and self.activation in _FUSED_WITH_BIAS and self.gate_proj is None
         self.entered, self.activated = DiscardableOutput("layernorm"), DiscardableOutput("mlp_act")
         self.inner_dropout = DropoutSite(inner_dropout) if inner_dropout else None
@@ -71,8 +70,9 @@ class MLP(nn.Module):
         """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
         groups = self.options.pg_collection
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
-        up = self.up_proj(x, skip_bias_add=self.has_fused_bias)  # [S, B, F/tp]
-        bias = local(self.up_proj.bias) if self.has_fused_bias and self.up_proj.bias is not None else None
+        fuses_bias = self.has_fused_bias and not _is_one_of_torch(self.activation, x)
+        up = self.up_proj(x, skip_bias_add=fuses_bias)  # [S, B, F/tp]
+        bias = local(self.up_proj.bias) if fuses_bias and self.up_proj.bias is not None else None
         gate = None if self.gate_proj is None else self.gate_proj(x)  # [S, B, F/tp]
         drops = None if self.inner_dropout is None else self.inner_dropout.of(context.token_dropout_key)
         y: Tensor = self.down_proj(self.activated(self._inner, up, bias, gate, drops))
@@ -88,6 +88,14 @@ class MLP(nn.Module):
         if gate is not None and self.gate_activation is not None and self.gating is not None:
             return glu(gate, up, activation=self.gate_activation, offset=self.gating.offset, clamp=self.gating.clamp)
         return plain_activation(up, self.activation, bias)
+
+
+def _is_one_of_torch(activation: Activation, x: Tensor) -> bool:
+    """Whether ``plain_activation`` is torch's operator, which adds no bias; in 16 bits, the product before it does.
+
+    Otherwise the fused activation adds the bias in its own pass, where the product on a CPU would make one more.
+    """
+    return activation == "gelu" and x.device.type == "cpu" and x.dtype.itemsize == 2
 
 
 def plain_activation(x: Tensor, activation: Activation, bias: Tensor | None = None) -> Tensor:

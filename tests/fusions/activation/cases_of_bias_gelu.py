@@ -1,5 +1,6 @@
 """Cases of GELU with a bias."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.fusions import cost
-from megalith.fusions.activation.bias_gelu import FUSION
+from megalith.fusions.activation.bias_gelu import EXACT_16_BIT, FUSION
+from megalith.fusions.core.dispatch import Fusion
 from megalith.fusions.fused_bias_gelu import bias_gelu_impl
+from tests.accuracy import DTYPES
 from tests.fusions.harness import Case, Inputs
 
 
@@ -21,10 +24,12 @@ def formula(input: Tensor, bias: Tensor | None, *, approximate: str = "tanh") ->
     return torch.nn.functional.gelu(input if bias is None else input + bias, approximate=approximate)
 
 
-def case(name: str, has_bias: bool, **settings: Any) -> Case:
+def case(
+    name: str, has_bias: bool, fusion: Fusion[Any] = FUSION, dtypes: Sequence[torch.dtype] = DTYPES, **settings: Any
+) -> Case:
     return Case(
         name,
-        FUSION,
+        fusion,
         partial(inputs, has_bias),
         partial(bias_gelu_impl, **settings),
         partial(formula, **settings),
@@ -32,6 +37,7 @@ def case(name: str, has_bias: bool, **settings: Any) -> Case:
         cancels=("0", "dinput"),  # the sum with a bias; a slope that crosses zero
         cost=cost.bias_gelu,
         shared=("bias",),
+        dtypes=dtypes,
     )
 
 
@@ -39,4 +45,5 @@ CASES = [
     case("bias gelu", True),
     case("gelu without a bias", False),
     case("exact bias gelu", True, approximate="none"),
+    case("exact gelu in 16 bits", False, EXACT_16_BIT, (torch.float16, torch.bfloat16), approximate="none"),
 ]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from megalith.errors import ConfigError, ShapeError
+from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import GeLUFunction, bias_gelu, bias_gelu_back, bias_gelu_impl
 from megalith.fusions.core.compiler import why_not_compile
+from megalith.fusions.core.preference import without_compiling
 from tests.kernel_reports import in_interpreter
 
 PATHS = ["triton", "blocked", "reference"]
@@ -57,6 +58,28 @@ def test_the_exact_form_and_its_slope_are_those_of_erfc_in_both_tails(backend, d
     assert ((y.double() - exact * cumulative).abs() <= allowed * (exact * cumulative).abs()).all()
     # below 0 the slope is a difference
     assert ((dx.double() - (cumulative + with_slope)).abs() <= allowed * (cumulative + with_slope.abs())).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_exact_form_of_16_bits_without_a_bias_is_torchs_on_a_cpu(dtype):
+    x = torch.linspace(-9.0, 9.0, 2001).to(dtype)[None].requires_grad_()
+    y, want = bias_gelu_impl(x, None, approximate="none"), torch.nn.functional.gelu(x)
+    assert torch.equal(y, want)
+    assert torch.equal(*(torch.autograd.grad(each, x, torch.ones_like(x))[0] for each in (y, want)))
+
+
+def test_the_exact_form_is_not_torchs_where_its_error_would_show():
+    x = torch.full((1, 2**18), -4.5)  # more than one block, as shorter tensors take the reference
+    want = torch.nn.functional.gelu(x.double())
+    with without_compiling():
+        torch.testing.assert_close(bias_gelu_impl(x, None, approximate="none").double(), want, rtol=3e-6, atol=0)
+        # -3 + 2^-8 would round to -3 in bfloat16, whose GELU is another number
+        x, bias = torch.full((1, 2**18), -3.0).bfloat16(), torch.full((2**18,), 2.0**-8).bfloat16()
+        y = bias_gelu_impl(x, bias, approximate="none")
+    assert torch.equal(y, torch.nn.functional.gelu(x.double() + bias.double()).bfloat16())
+    for input, b in ((x.float(), None), (x, bias)):
+        with pytest.raises(BackendError, match="it has no such path, only triton, compile, blocked, reference"):
+            bias_gelu_impl(input, b, approximate="none", backend="aten")
 
 
 @pytest.mark.parametrize("backend", [compiles])

@@ -10,6 +10,9 @@ normal distribution. GPT-2 uses the tanh approximation.
 
 T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: x and bias.
 Lower bound: forward 2TF elements, backward 3TF.
+
+On a CPU, exact GELU in 16 bits without a bias is torch's operator: speed-up 1.5 to 3 over the compiled formula, and
+nothing to compile. Its Phi has an absolute error of 3e-7: rounding to 16 bits hides that except in the far left tail.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +36,7 @@ from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import as_rows, in_shape, not_a_view, rows_together
 
-__all__ = ["FUSION", "Approximate", "GeLUFunction", "bias_gelu", "bias_gelu_back", "bias_gelu_impl"]
+__all__ = ["EXACT_16_BIT", "FUSION", "Approximate", "GeLUFunction", "bias_gelu", "bias_gelu_back", "bias_gelu_impl"]
 
 Approximate = Literal["tanh", "none"]
 _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -59,7 +62,7 @@ def bias_gelu_impl(
         BackendError: ``backend`` cannot run on ``input``.
     """
     activation = _check(input, bias, approximate)
-    compute = FUSION.path(input, backend)
+    compute = _operation(input, bias, activation).path(input, backend)
     (x,) = rows_together(input)
     return in_shape(compute(x, bias, activation), input.shape)
 
@@ -109,6 +112,10 @@ def _triton_back(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) ->
     return op.back(dy, x, bias, activation)
 
 
+def _torch_gelu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return torch.nn.functional.gelu(x)
+
+
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor | None, str], Tensor]] = {
     "triton": _triton,
     "compile": compiled,
@@ -123,6 +130,15 @@ _BACKS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 _DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("compile", "blocked")}
 FUSION = registered(Fusion("bias_gelu", _PATHS, defaults=_DEFAULTS, backs=_BACKS))
+EXACT_16_BIT = registered(
+    Fusion("exact_gelu", {**_PATHS, "aten": _torch_gelu}, defaults={"cuda": ("triton",), "cpu": ("aten",)})
+)
+
+
+def _operation(x: Tensor, bias: Tensor | None, activation: str) -> Fusion[Callable[..., Tensor]]:
+    # torch's operator would round x + bias, and in float32 its error would show
+    is_exact_16_bit = activation == "gelu" and bias is None and x.dtype.itemsize == 2
+    return EXACT_16_BIT if is_exact_16_bit else FUSION
 
 
 def _check(input: Tensor, bias: Tensor | None, approximate: str) -> str:
