@@ -23,7 +23,7 @@ FUSIONS_OF: Mapping[str, Sequence[str]] = {
     "fused_attention": ["attention"],
     "fused_bias_dropout": ["bias_dropout_add"],
     "fused_bias_geglu": ["glu"],
-    "fused_bias_gelu": ["bias_gelu", "exact_gelu"],
+    "fused_bias_gelu": ["bias_gelu", "exact_gelu_16_bit"],
     "fused_bias_swiglu": ["glu", "glu_float8"],
     "fused_cross_entropy": ["vocab_parallel_cross_entropy"],
     "fused_indices_converter": ["indices_to_multihot", "multihot_to_indices"],

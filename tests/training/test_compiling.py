@@ -43,7 +43,12 @@ def run(recipe="llama-4m", *overrides):
         ("bert-tiny", ["model.activation=gelu_tanh"], 1, False),
         ("bert-tiny", ["train.steps=700"], 1, False),
         ("bert-tiny", ["precision.dtype=float64"], 1, False),
-        ("bert-tiny", ["precision.dtype=bfloat16"], 1, False),
+        # in 16 bits exact GELU is torch's operator, as ReLU is in every dtype
+        ("bert-tiny", ["precision.dtype=bfloat16", "train.steps=2500"], 1, False),
+        ("bert-tiny", ["precision.dtype=float16", "train.steps=2500"], 1, False),
+        ("bert-tiny", ["precision.dtype=float16", "train.steps=3500"], 1, True),
+        ("bert-tiny", ["precision.dtype=bfloat16", "train.steps=2500", "model.activation=gelu_tanh"], 1, True),
+        ("bert-tiny", ["precision.dtype=bfloat16", "train.steps=2500", "model.activation=relu"], 1, False),
         ("t5-tiny", ["train.steps=1200"], 1, False),
         ("t5-tiny", ["train.steps=1200", "model.activation=geglu"], 1, True),
     ],

@@ -146,8 +146,8 @@ OPERATIONS = [
         cost.bias_gelu,
     ),
     Operation(
-        "exact gelu",
-        "exact_gelu",
+        "gelu, exact",
+        "exact_gelu_16_bit",
         partial(_one, second=None),
         partial(fusions.bias_gelu_impl, bias=None, approximate="none"),
         functional.gelu,

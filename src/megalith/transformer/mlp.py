@@ -7,6 +7,7 @@ not gated  y = act(x Wu^T) Wd^T                       exact gelu, or the tanh fo
 Squared ReLU: So et al. 2021, "Primer", arXiv:2109.08668. Every product may have a bias; T5 has dropout before Wd.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
 from megalith.config.activations import Activation
 from megalith.fusions import bias_gelu_impl, glu, weighted_squared_relu_impl
+from megalith.fusions.activation.bias_gelu import Approximate, takes_bias_along
 from megalith.numerics.dropout import Dropout, dropout
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.local_ranges import chunk_range
@@ -28,7 +30,8 @@ from megalith.transformer.layer_context import LayerContext
 
 __all__ = ["MLP", "plain_activation"]
 
-_FUSED_WITH_BIAS = ("gelu", "gelu_tanh")
+# activations that can add a bias
+_APPROXIMATE: Mapping[Activation, Approximate] = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class MLP(nn.Module):
@@ -59,7 +62,7 @@ class MLP(nn.Module):
 
         self.gate_proj = column() if self.gate_activation is not None else None
         self.up_proj = column()
-        self.has_fused_bias = bias and self.activation in _FUSED_WITH_BIAS and self.gate_proj is None
+        self.may_fuse_bias = bias and self.activation in _APPROXIMATE and self.gate_proj is None
         self.entered, self.activated = DiscardableOutput("layernorm"), DiscardableOutput("mlp_act")
         self.inner_dropout = DropoutSite(inner_dropout) if inner_dropout else None
         groups = options.pg_collection
@@ -70,7 +73,8 @@ class MLP(nn.Module):
         """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
         groups = self.options.pg_collection
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
-        fuses_bias = self.has_fused_bias and not _is_one_of_torch(self.activation, x)
+        # where the fused activation adds the bias in its own pass, the product on a CPU would take one more
+        fuses_bias = self.may_fuse_bias and takes_bias_along(x, _APPROXIMATE[self.activation])
         up = self.up_proj(x, skip_bias_add=fuses_bias)  # [S, B, F/tp]
         bias = local(self.up_proj.bias) if fuses_bias and self.up_proj.bias is not None else None
         gate = None if self.gate_proj is None else self.gate_proj(x)  # [S, B, F/tp]
@@ -90,19 +94,11 @@ class MLP(nn.Module):
         return plain_activation(up, self.activation, bias)
 
 
-def _is_one_of_torch(activation: Activation, x: Tensor) -> bool:
-    """Whether ``plain_activation`` is torch's operator, which adds no bias; in 16 bits, the product before it does.
-
-    Otherwise the fused activation adds the bias in its own pass, where the product on a CPU would make one more.
-    """
-    return activation == "gelu" and x.device.type == "cpu" and x.dtype.itemsize == 2
-
-
 def plain_activation(x: Tensor, activation: Activation, bias: Tensor | None = None) -> Tensor:
     """Applies ``activation``, one without a gate, elementwise; a form of gelu to ``x + bias``, with ``bias`` [F]."""
-    assert bias is None or activation in _FUSED_WITH_BIAS, "the linear layer adds the bias of other activations"
+    assert bias is None or activation in _APPROXIMATE, "the linear layer adds the bias of other activations"
     if activation == "relu":
         return torch.relu(x)
     if activation == "squared_relu":
         return weighted_squared_relu_impl(x, x.new_ones(()).expand(*x.shape[:-1], 1))
-    return bias_gelu_impl(x, bias, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return bias_gelu_impl(x, bias, approximate=_APPROXIMATE[activation])

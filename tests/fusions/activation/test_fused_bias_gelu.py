@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megalith.errors import BackendError, ConfigError, ShapeError
-from megalith.fusions import GeLUFunction, bias_gelu, bias_gelu_back, bias_gelu_impl
+from megalith.fusions import GeLUFunction, bias_gelu, bias_gelu_back, bias_gelu_impl, use
+from megalith.fusions.activation.bias_gelu import EXACT_16_BIT, FUSION, takes_bias_along
 from megalith.fusions.core.compiler import why_not_compile
 from megalith.fusions.core.preference import without_compiling
 from tests.kernel_reports import in_interpreter
@@ -66,6 +67,32 @@ def test_the_exact_form_of_16_bits_without_a_bias_is_torchs_on_a_cpu(dtype):
     y, want = bias_gelu_impl(x, None, approximate="none"), torch.nn.functional.gelu(x)
     assert torch.equal(y, want)
     assert torch.equal(*(torch.autograd.grad(each, x, torch.ones_like(x))[0] for each in (y, want)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torchs_exact_form_has_the_stated_error(dtype):
+    x = torch.linspace(-9.0, 9.0, 60001).to(dtype)[None]
+    exact = x.double()
+    cumulative = 0.5 * torch.erfc(-exact / 2**0.5)
+    want = exact * cumulative
+    rounding = (want.to(dtype).double() - want).abs()
+    error = (bias_gelu_impl(x, None, approximate="none").double() - want).abs()
+    # its float32 result is off by 4e-7 of x, and may so be rounded to the neighbor
+    neighbor = torch.finfo(dtype).eps * want.abs() * (error > rounding)
+    assert (error <= 4e-7 * exact.abs() + rounding + neighbor).all()
+    accurate = exact > (-3.0 if dtype == torch.float16 else -3.5)
+    one_rounding = torch.finfo(dtype).eps * want.abs().clamp_min(torch.finfo(dtype).tiny)
+    assert (error <= one_rounding)[accurate].all()
+
+
+def test_a_bias_goes_into_the_product_where_the_exact_form_is_torchs():
+    x = {dtype: torch.empty(1, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    assert [takes_bias_along(each, "none") for each in x.values()] == [True, False, False]
+    assert all(takes_bias_along(each, "tanh") for each in x.values())
+    assert takes_bias_along(torch.empty(1, dtype=torch.bfloat16, device="meta"), "none")
+    with use("blocked"):
+        assert takes_bias_along(x[torch.bfloat16], "none")
+    assert EXACT_16_BIT.defaults["cuda"] == FUSION.defaults["cuda"]
 
 
 def test_the_exact_form_is_not_torchs_where_its_error_would_show():

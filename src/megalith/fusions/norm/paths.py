@@ -12,9 +12,9 @@ LayerNorm: Ba et al. 2016, arXiv:1607.06450. RMSNorm: Zhang and Sennrich 2019, a
 T tokens, H hidden size. Saved for backward: h, w, and the statistics in float32; for dropout a key, never the mask.
 Lower bound: a norm reads and writes 2TH elements in forward and 3TH in backward; with a residual, 4TH in each.
 
-The norm is computed from h as stored, so that it equals an addition followed by a norm bit for bit. The variance is
-that of centered values: E[h^2] - mean^2 loses all digits if the mean is large. 1 + w is computed in float32: bfloat16
-would keep at most 8 bits of w.
+The norm is computed from h as stored, so that on one path it equals an addition followed by a norm bit for bit. The
+variance is that of centered values: E[h^2] - mean^2 loses all digits if the mean is large. 1 + w is computed in
+float32: bfloat16 would keep at most 8 bits of w.
 """
 
 from collections.abc import Callable, Mapping
