@@ -17,7 +17,7 @@ from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
 from megalith.config.activations import Activation
 from megalith.fusions import bias_gelu_impl, glu, weighted_squared_relu_impl
-from megalith.fusions.activation.bias_gelu import Approximate, takes_bias_along
+from megalith.fusions.activation.bias_gelu import Approximate, should_fuse_bias
 from megalith.numerics.dropout import Dropout, dropout
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.local_ranges import chunk_range
@@ -74,7 +74,7 @@ class MLP(nn.Module):
         groups = self.options.pg_collection
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
         # where the fused activation adds the bias in its own pass, the product on a CPU would take one more
-        fuses_bias = self.may_fuse_bias and takes_bias_along(x, _APPROXIMATE[self.activation])
+        fuses_bias = self.may_fuse_bias and should_fuse_bias(x, _APPROXIMATE[self.activation])
         up = self.up_proj(x, skip_bias_add=fuses_bias)  # [S, B, F/tp]
         bias = local(self.up_proj.bias) if fuses_bias and self.up_proj.bias is not None else None
         gate = None if self.gate_proj is None else self.gate_proj(x)  # [S, B, F/tp]

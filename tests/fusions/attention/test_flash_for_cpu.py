@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megalith.fusions import fused_attention
+from megalith.fusions import fused_attention, merge_attention
 from megalith.fusions.attention import flash_for_cpu, products_for_cpu
 from megalith.fusions.attention.attention import attention_gradients
 from megalith.fusions.attention.products_for_cpu import gradients_by_products
@@ -256,6 +256,20 @@ def test_documents_in_the_same_place_of_successive_rows_are_one_tile(monkeypatch
         fused_attention(q, q, q, packed_seq_params=PackedSeqParams.from_lengths(PACKED))[0].sum().backward()
         assert calls == lengths
         calls.clear()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_short_rows_over_some_of_the_keys_belong_to_attention_over_all(causal, monkeypatch):
+    lengths = lengths_given_to_products(monkeypatch)
+    q, k, v, other_k, other_v, dout = torch.randn(6, 150, 2, 4, 16)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    other = fused_attention(leaves[0], other_k.double(), other_v.double(), causal=False)
+    out, lse = merge_attention(*fused_attention(*leaves, causal=causal), *other)
+    want_k, want_v = torch.autograd.grad(out, leaves[1:], dout.double())
+    _, dk, dv = attention_gradients(dout, q, k, v, out.detach().float(), lse.detach().float(), causal=causal)
+    assert lengths == [150]
+    for got, want in ((dk, want_k), (dv, want_v)):
+        assert (got.double() - want).norm() <= 2e-6 * want.norm()
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -12,8 +12,8 @@ T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: 
 Lower bound: forward 2TF elements, backward 3TF.
 
 On a CPU, exact GELU in 16 bits without a bias is torch's operator: about twice the speed of the compiled formula, and
-nothing to compile. Its Phi has an absolute error of 4e-7, more than the rounding of y below -3 in float16 and below
--3.5 in bfloat16; from -5.6 on, y is 0.
+nothing to compile. Its Phi has an absolute error of up to 4e-7, more than the rounding of y below about -3 in float16
+and -3.5 in bfloat16; at -5.6 and below, y is 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ __all__ = [
     "bias_gelu",
     "bias_gelu_back",
     "bias_gelu_impl",
-    "takes_bias_along",
+    "should_fuse_bias",
 ]
 
 Approximate = Literal["tanh", "none"]
@@ -77,10 +77,10 @@ def bias_gelu_impl(
     return in_shape(compute(x, bias, activation), input.shape)
 
 
-def takes_bias_along(x: Operand, approximate: Approximate) -> bool:
-    """Returns whether ``bias_gelu_impl`` adds a bias in its own pass at little cost, for tensors like ``x``.
+def should_fuse_bias(x: Operand, approximate: Approximate) -> bool:
+    """Returns whether ``bias_gelu_impl`` should add the bias of tensors like ``x``, rather than the product before it.
 
-    False where GELU without a bias is torch's operator by default: there, the bias belongs in the product before it.
+    False where GELU without a bias takes torch's operator.
     """
     return not (_is_exact_16_bit(x, _ACTIVATIONS[approximate]) and EXACT_16_BIT.choose(x) == "aten")
 
@@ -131,7 +131,7 @@ def _triton_back(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) ->
 
 
 def _torch_gelu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return torch.nn.functional.gelu(x.contiguous())  # rows with gaps would take 13 times as long
+    return torch.nn.functional.gelu(x)
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor | None, str], Tensor]] = {

@@ -192,12 +192,12 @@ def _is_short(tile: _Tile, q: Tensor, k: Tensor) -> bool:
 def _products(dout: Tensor, given: GivenToBackward, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of ``tile`` by ``gradients_by_products``; ``dout`` [Sq, B, A, Dv]."""
     rows, queries, keys = tile.rows, tile.queries, tile.keys
-    dout, q = (x[queries, rows] for x in (dout, given.q))
+    dout, q, out = (x[queries, rows] for x in (dout, given.q, given.out))
     k, v = given.k[keys, rows], given.v[keys, rows]
     lse = given.lse[rows, :, queries]
     dlse = None if given.dlse is None else given.dlse[rows, :, queries]
     rounded = q.dtype == torch.bfloat16 and _has_amx()
-    return gradients_by_products(dout, dlse, q, k, v, lse, given.scale, causal=tile.causal, rounded=rounded)
+    return gradients_by_products(dout, dlse, q, k, v, out, lse, given.scale, causal=tile.causal, rounded=rounded)
 
 
 def _causal_if_unmasked(Sq: int, Sk: int, left: int, right: int) -> bool | None:

@@ -1,10 +1,7 @@
 """Gradients of attention over short rows or documents on a CPU: products of all queries and keys, some heads at a time.
 
-    P  = exp(scale q k^T - lse)         dP = dout v^T         dv = P^T dout
-    dS = scale P (dP - delta + dlse)    dq = dS k,  dk = dS^T q         delta = sum over keys of P dP
-
-delta is also the sum over D of dout out. Summed over keys it needs no pass of its own: that is torch's gradient of a
-softmax, which reads P and dP once. It holds for rows with a sink too, where P does not sum to 1.
+    P  = exp(scale q k^T - lse)                 dv = P^T dout
+    dS = scale P (dout v^T - delta + dlse)      dq = dS k,  dk = dS^T q         delta = sum over D of dout out
 
 torch's kernel multiplies tiles of only 32 queries in rows below 192, and of 64 below 768. Causal rows are computed in
 blocks of queries, each with the keys up to its last query, which leaves out up to half of the work.
@@ -32,17 +29,15 @@ _ELEMENTS = 1 << 20  # of P and of dS at a time, unless one head has more; about
 _PRECISION = Lock()  # held while the setting of the process is changed
 _QUERIES = 128  # in a block of a causal row; the fastest of 64, 128 and 256 in float32, and about that in bfloat16
 
-_aten: Any = torch.ops.aten
-
 
 def gradients_by_products(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     *, causal: bool, rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv as [B, heads, S, D] in the dtype of ``q``.
 
     Args:
-        dout: [S, B, A, Dv].
+        dout: [S, B, A, Dv]; so is ``out``.
         dlse: [B, A, S] or None; ``lse`` [B, A, S] is finite.
         q: [S, B, A, D], of at most 32 bits.
         k: [Sk, B, G, D]; v [Sk, B, G, Dv].
@@ -51,8 +46,9 @@ def gradients_by_products(
         rounded: round the operands of products to bfloat16.
     """
     (S, B, A, D), (Sk, _, G, Dv), R = q.shape, v.shape, q.shape[2] // k.shape[2]
-    lse = lse.float().reshape(B * G, R, S, 1)
-    scaled_dlse = None if dlse is None else (scale * dlse.float()).reshape(B * G, R, S, 1)
+    delta = (dout.float() * out.float()).sum(dim=-1).permute(1, 2, 0)  # [B, A, S]
+    delta = delta if dlse is None else delta - dlse
+    scaled_delta, lse = (x.reshape(B * G, R, S, 1) for x in (scale * delta, lse.float()))
     given = [x.permute(1, 2, 0, 3).reshape(B * G, -1, x.shape[0], x.shape[3]) for x in (q, dout, k, v)]
     dq, dk, dv = (x.new_empty(x.shape) for x in (given[0], *given[2:]))
     block = min(S, _QUERIES) if causal else S
@@ -67,22 +63,23 @@ def gradients_by_products(
         own = [x[heads] for x in (dk, dv)]
         added = own if q.dtype == torch.float32 else [x[: len(own[0])] for x in sums]
         with _operands_in("bf16" if rounded else "ieee"):
-            own_dlse = None if scaled_dlse is None else scaled_dlse[heads]
-            _gradients_(operands, lse[heads], own_dlse, scale, scores, (dq[heads], *added), block, causal=causal)
+            _gradients_(
+                operands, lse[heads], scaled_delta[heads], scale, scores, (dq[heads], *added), block, causal=causal
+            )
         if added is not own:
             torch._foreach_copy_(own, added)
     return dq.view(B, A, S, D), dk.view(B, G, Sk, D), dv.view(B, G, Sk, Dv)
 
 
 def _gradients_(
-    operands: Sequence[Tensor], lse: Tensor, scaled_dlse: Tensor | None, scale: float, scores: Tensor,
+    operands: Sequence[Tensor], lse: Tensor, scaled_delta: Tensor, scale: float, scores: Tensor,
     results: Sequence[Tensor], block: int, *, causal: bool,
 ) -> None:  # fmt: skip
     """Writes the gradients of a few key heads to ``results``.
 
     Args:
         operands: float32 q, dout, k and v.
-        lse: [key heads, R, S, 1]; so is ``scaled_dlse``, if any.
+        lse: [key heads, R, S, 1]; so is ``scaled_delta``.
         scores: memory for P and dS of a block, [2, at least as many elements].
         results: dq, and float32 dk and dv.
         block: queries at a time; all of them unless ``causal``.
@@ -93,16 +90,14 @@ def _gradients_(
     for first in reversed(range(0, S, block)):  # the last block sees all keys, so its products initialize dk and dv
         after = min(first + block, S)
         seen, kept = (after if causal else k.shape[1]), float(after < S)
-        own_q, own_dout, own_lse = (x[:, :, first:after].flatten(1, 2) for x in (q, dout, lse))
+        own = [x[:, :, first:after].flatten(1, 2) for x in (q, dout, lse, scaled_delta)]
+        own_q, own_dout, own_lse, own_delta = own
         keys, values = k[:, :seen], v[:, :seen]
         p, ds = (memory[: num * R * (after - first) * seen].view(num, -1, seen) for memory in scores)
         p.baddbmm_(own_q, keys.mT, beta=0.0, alpha=scale).sub_(own_lse).exp_()
         if causal:
             p.view(num * R, -1, seen)[..., first:].tril_()
-        ds.baddbmm_(own_dout, values.mT, beta=0.0, alpha=scale)
-        _aten._softmax_backward_data.out(ds, p, -1, torch.float32, grad_input=ds)  # p (ds - sum of p ds)
-        if scaled_dlse is not None:
-            ds.addcmul_(p, scaled_dlse[:, :, first:after].flatten(1, 2))
+        ds.baddbmm_(own_dout, values.mT, beta=0.0, alpha=scale).sub_(own_delta).mul_(p)
         dv[:, :seen].baddbmm_(p.mT, own_dout, beta=kept)
         dk[:, :seen].baddbmm_(ds.mT, own_q, beta=kept)
         dq[:, :, first:after] = torch.bmm(ds, keys).unflatten(1, (R, -1))

@@ -8,9 +8,9 @@ aten       torch's own operator, for operations that have one with the same nume
 blocked    the reference over blocks of rows that fit in a CPU's cache, forward and backward; saves what triton saves
 reference  plain torch: any device, any dtype, twice differentiable
 
-All paths of an operation agree: float32 inside (float64 for float64), one rounding on store; only exact GELU in 16 bits
-by ``aten`` has a larger error, in its left tail (``activation.bias_gelu``). ``backend`` is a demand:
-a path that cannot run raises an error. ``use`` is a preference: where that path cannot run, the default is taken.
+All paths of an operation agree: float32 inside (float64 for float64), one rounding on store. One has a larger error in
+the left tail: exact GELU in 16 bits by ``aten`` (``activation.bias_gelu``). ``backend`` is a demand: a path that cannot
+run raises an error. ``use`` is a preference: where that path cannot run, the default is taken.
 """
 
 import functools
