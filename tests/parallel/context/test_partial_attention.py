@@ -25,6 +25,7 @@ SIGHTS = {
 
 def played(size: int, sight: Sight, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """out, dq, dk and dv, combined from every rank's queries over every rank's keys."""
+    S, B, A, _ = q.shape
     spans = [zigzag_spans(S, size, rank) for rank in range(size)]
     held = [zigzag_positions(S, size, rank).to(q.device) for rank in range(size)]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -62,3 +63,12 @@ def test_all_ranks_together_give_the_whole(device, dtype, name):
         for tensor, expected in zip(got, want, strict=True):
             error = (tensor.double().cpu() - expected).norm() / expected.norm()
             assert error <= NEAR[dtype], size
+
+
+def test_blocks_whose_gradients_are_products_on_a_cpu_give_the_whole():
+    q, k, v, dout = torch.randn(4, 512, 2, 8, 16, generator=torch.Generator().manual_seed(0))  # blocks of 128 by 128
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, _ = fused_attention(*leaves)
+    want = [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+    for a, b in zip(played(2, Sight.of(True, None, None), q, k, v, dout), want, strict=True):
+        assert (a.double() - b).norm() <= NEAR[torch.float32] * b.norm()

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from megalith.fusions.attention.formulas import GivenToBackward, Seen, operator, sink_gradient
 from megalith.fusions.attention.products_for_cpu import gradients_by_products
+from megalith.fusions.core.registration import register_without_gradient
 from megalith.fusions.core.rows import contiguous_columns, wide
 
-__all__ = ["op"]
+__all__ = ["gradients_of_part", "op"]
 
 # queries per masked tile; about the fastest of 32 to 512, for windows of 128 and 512 tokens on two cores
 _QUERIES = 256
@@ -138,7 +139,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack
 
 
 def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = GivenToBackward(*inputs)
+    return _gradients(GivenToBackward(*inputs), all_keys=True)
+
+
+def _backward_of_part(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(GivenToBackward(*inputs), all_keys=False)
+
+
+def _gradients(given: GivenToBackward, *, all_keys: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsink; ``all_keys`` says whether out and lse are those of the keys given, or of more."""
     given_dout, dlse, q, k, v, sink, out, lse, bounds, scale, _, left, right = given
     D, Dv = q.shape[-1], v.shape[-1]
     whole_dout = torch.zeros_like(out) if given_dout is None else given_dout
@@ -153,7 +162,7 @@ def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor,
 
     def gradients(tile: _Tile) -> tuple[Tensor, ...]:
         if _is_short(tile, q, k):
-            return _products(whole_dout, given, tile)
+            return _products(whole_dout, given, tile, all_keys=all_keys)
         parts = _flash_back(dout, q, k, v, out, lse, tile, scale)
         return tuple(part[..., :size] for part, size in zip(parts, (D, D, Dv), strict=True))
 
@@ -189,15 +198,20 @@ def _is_short(tile: _Tile, q: Tensor, k: Tensor) -> bool:
     return short and A // G * Sq * Sk <= _MOST_SCORES and B * G >= _FEWEST_MATRICES
 
 
-def _products(dout: Tensor, given: GivenToBackward, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
+def _products(dout: Tensor, given: GivenToBackward, tile: _Tile, *, all_keys: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of ``tile`` by ``gradients_by_products``; ``dout`` [Sq, B, A, Dv]."""
     rows, queries, keys = tile.rows, tile.queries, tile.keys
-    dout, q, out = (x[queries, rows] for x in (dout, given.q, given.out))
+    dout, q = dout[queries, rows], given.q[queries, rows]
     k, v = given.k[keys, rows], given.v[keys, rows]
     lse = given.lse[rows, :, queries]
-    dlse = None if given.dlse is None else given.dlse[rows, :, queries]
+    row_terms = None if given.dlse is None else given.dlse[rows, :, queries]
+    if not all_keys:
+        delta = (dout.float() * given.out[queries, rows].float()).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
+        row_terms = -delta if row_terms is None else row_terms - delta
     rounded = q.dtype == torch.bfloat16 and _has_amx()
-    return gradients_by_products(dout, dlse, q, k, v, out, lse, given.scale, causal=tile.causal, rounded=rounded)
+    return gradients_by_products(
+        dout, row_terms, q, k, v, lse, given.scale, causal=tile.causal, all_keys=all_keys, rounded=rounded
+    )
 
 
 def _causal_if_unmasked(Sq: int, Sk: int, left: int, right: int) -> bool | None:
@@ -263,4 +277,8 @@ def _zeros_heads_first(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return x.new_zeros(B, S, heads, size, dtype=dtype).transpose(1, 2)
 
 
-op = operator(batch_first=True).register("attention_for_cpu", _forward, _backward, opaque=True)
+_OPERATOR = operator(batch_first=True)
+op = _OPERATOR.register("attention_for_cpu", _forward, _backward, opaque=True)
+gradients_of_part = register_without_gradient(
+    "attention_of_part_for_cpu_back", _backward_of_part, _OPERATOR.gradients, opaque=True
+)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.attention import cudnn
+from megalith.fusions.attention.flash_for_cpu import gradients_of_part
 from megalith.fusions.attention.flash_for_cpu import op as flash_for_cpu
 from megalith.fusions.attention.formulas import WIDEST_HEAD, Seen, reference, reference_gradients
 from megalith.fusions.core.dispatch import Backend, Fusion, Operand, why_not_forward_mode
@@ -71,7 +72,7 @@ def _triton_gradients(
 def _gradients_for_cpu(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *seen: Unpack[Seen]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv, _ = torch.ops.megalith.attention_for_cpu_back(dout, None, q, k, v, None, out, lse, *seen)
+    dq, dk, dv, _ = gradients_of_part(dout, None, q, k, v, None, out, lse, *seen)
     return dq, dk, dv
 
 
