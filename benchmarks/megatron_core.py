@@ -1,27 +1,95 @@
-"""Megatron-Core's mixture of experts on a CPU, where it needs three patches: it asks CUDA for the current device, draws
-weights with a CUDA generator, and looks up a Transformer Engine GEMM under a name it did not define."""
+"""Megatron-Core's GPT and mixture of experts on a CPU, where it needs patches: it asks CUDA for the current device,
+draws weights with a CUDA generator, and looks up a Transformer Engine GEMM under a name it did not define.
+
+Its GPT has the layers of its ``local`` specification, which needs neither Transformer Engine nor Apex.
+"""
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megalith.config import TransformerConfig
+from megalith.models.hf import parameter_shapes
+from megalith.models.megatron.gpt import key_in_layer, source_of
 from megalith.optional import need
 
-__all__ = ["megatron_core_experts"]
+__all__ = ["by_our_names", "load_by_our_names", "megatron_core_experts", "megatron_core_gpt"]
+
+_SILU = torch.nn.functional.silu
+# checkpoints name a layer's norms as Transformer Engine does, inside the linear layer that follows
+_LOCAL_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def megatron_core_gpt(config: TransformerConfig, S: int, dtype: torch.dtype, *, fused: bool) -> Any:
+    """Its ``GPTModel`` for a Llama of ``config`` and rows of ``S`` tokens, without dropout; the only rank.
+
+    ``fused``: with those of its fusions that run on a CPU: SwiGLU, bias and dropout, cross entropy.
+    """
+    core = _on_a_cpu()
+    settings = core.transformer.TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.layernorm_epsilon,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=_SILU,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        cross_entropy_loss_fusion=fused,
+    )
+    layers = import_module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = import_module("megatron.core.models.gpt").GPTModel(
+        settings,
+        layers,
+        config.vocab_size,
+        S,
+        position_embedding_type="rope",
+        rotary_base=int(config.rope.base),
+        share_embeddings_and_output_weights=False,
+    )
+    return model.to(dtype).train()  # norm weights too, as its Float16Module does
+
+
+def by_our_names(config: TransformerConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of its GPT, by the names of its parameters, as tensors by the names of ours."""
+    return {name: torch.cat([theirs[key][rows] for key, rows, _ in _parts(name, config)]) for name in _names(config)}
+
+
+@torch.no_grad()
+def load_by_our_names(config: TransformerConfig, model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Loads ``weights``, by the names of our parameters, into its GPT."""
+    theirs = dict(model.named_parameters())
+    for name in _names(config):
+        for key, rows, own_rows in _parts(name, config):
+            theirs[key][rows] = weights[name][own_rows].to(theirs[key].dtype)
 
 
 def megatron_core_experts(H: int, F: int, E: int, K: int, dtype: torch.dtype) -> Any:
     """Its ``MoELayer`` with ``SequentialMLP``: SwiGLU experts, weights over the chosen ones; the only rank."""
-    core = need("megatron.core")
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    core.parallel_state.initialize_model_parallel()
+    core = _on_a_cpu()
     import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
-    core.tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
-    config = import_module("megatron.core.transformer").TransformerConfig(
+    config = core.transformer.TransformerConfig(
         num_layers=1,
         hidden_size=H,
         ffn_hidden_size=F,
@@ -34,7 +102,7 @@ def megatron_core_experts(H: int, F: int, E: int, K: int, dtype: torch.dtype) ->
         moe_router_dtype="fp32",
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=_SILU,
         bias_activation_fusion=True,
         use_cpu_initialization=True,
         params_dtype=dtype,
@@ -45,3 +113,28 @@ def megatron_core_experts(H: int, F: int, E: int, K: int, dtype: torch.dtype) ->
     layer = import_module("megatron.core.transformer.spec_utils").build_module(spec, config=config)
     layer.set_layer_number(1)
     return layer.train()
+
+
+def _on_a_cpu() -> Any:
+    """The package, patched, with its groups of the only rank."""
+    core = need("megatron.core")
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    core.parallel_state.initialize_model_parallel()
+    core.tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
+    return core
+
+
+def _names(config: TransformerConfig) -> list[str]:
+    return list(parameter_shapes(config))
+
+
+def _parts(name: str, config: TransformerConfig) -> Iterator[tuple[str, slice, slice]]:
+    """The name of its parameter that holds ours, and the rows of each part in it and in ours."""
+    key, layer, rows = source_of(name, config)
+    if layer is not None:
+        key = key_in_layer(_LOCAL_NORMS.get(key, key), layer)
+    if not rows:
+        yield key, slice(None), slice(None)
+    for part in rows:
+        yield key, slice(part.source, part.source + part.last - part.first), slice(part.first, part.last)

@@ -1,4 +1,4 @@
-"""The training step of a 27.7M-parameter Llama on the CPU: ours compared with Hugging Face's.
+"""The training step of a 27.7M-parameter Llama on the CPU: ours compared with Hugging Face's and Megatron-Core's.
 
 Every contender starts from the same random weights, loaded by name, sees the same random batch, and updates with
 torch's fused AdamW. The first step is checked against Hugging Face's model in float32, in its own process.
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.case import Case, Contender, First
+from benchmarks.megatron_core import by_our_names, load_by_our_names, megatron_core_gpt
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import LLAMA, parameter_shapes
@@ -89,15 +90,19 @@ class Step:
     def _errors(self, loss: float) -> tuple[float, float]:
         """The errors of the loss and of the worst gradient, relative to the reference."""
         judged = json.loads((self._folder / "reference.json").read_text())
-        gradients = {name: parameter.grad for name, parameter in self._model.named_parameters()}
-        errors = []
+        gradients, errors = self._gradients(), []
         with safe_open(self._folder / "gradients.safetensors", "pt") as reference:
             assert set(reference.keys()) == set(gradients), "the same parameter names"
             for name, gradient in gradients.items():
-                assert gradient is not None, f"{name} must get a gradient"
                 whole = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 errors.append(gradient_error(whole, reference.get_tensor(name), judged["gradient_norm"]))
         return abs(loss - judged["loss"]), torch.tensor(errors).max().item()  # NaN if any is NaN
+
+    def _gradients(self) -> dict[str, Tensor]:
+        gradients = {name: parameter.grad for name, parameter in self._model.named_parameters()}
+        missing = [name for name, gradient in gradients.items() if gradient is None]
+        assert not missing, f"{missing} must get a gradient"
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 class _StepWithMaster(Step):
@@ -116,6 +121,17 @@ class _StepWithMaster(Step):
         super()._update()
         with torch.no_grad():
             torch._foreach_copy_(self._weights, self._masters)
+
+
+class _MegatronCoreStep(Step):
+    """A step of Megatron-Core's model, whose gradients are compared by our names."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], folder: Path, config: TransformerConfig) -> None:
+        super().__init__(model, loss, folder)
+        self._config = config
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return by_our_names(self._config, super()._gradients())
 
 
 def _ours(size: Size, folder: Path, *, dtype: torch.dtype, step: type[Step] = Step) -> Step:
@@ -156,6 +172,21 @@ def _theirs(size: Size, folder: Path, *, dtype: torch.dtype, autocast: bool = Fa
             return _hugging_face_loss(model, batch)
 
     return Step(model, loss, folder)
+
+
+def _megatron_core(size: Size, folder: Path, *, dtype: torch.dtype, fused: bool) -> Step:
+    """Megatron-Core's ``GPTModel``, with parameters in ``dtype``."""
+    model = megatron_core_gpt(size.config, size.S, dtype, fused=fused)
+    load_by_our_names(size.config, model, _weights(folder))
+    batch = load_file(folder / "batch.safetensors")
+    positions = torch.arange(size.S).expand(size.B, -1)
+    hidden = torch.ones(size.S, size.S, dtype=torch.bool).triu(1)[None, None]
+
+    def loss() -> Tensor:
+        found: Tensor = model(batch["tokens"], positions, hidden, labels=batch["labels"])  # [B, S]
+        return found.mean()
+
+    return _MegatronCoreStep(model, loss, folder, size.config)
 
 
 def _our_loss(model: GPTModel, folder: Path) -> Callable[[], Tensor]:
@@ -229,6 +260,9 @@ CASE = Case(
         "Hugging Face, autocast bfloat16": _contender(_theirs, "bfloat16", dtype=torch.float32, autocast=True),
         "Hugging Face, bfloat16": _contender(_theirs, "bfloat16", dtype=BF16),
         "Hugging Face, bfloat16, compiled": _contender(_theirs, "bfloat16", dtype=BF16, compiled=True),
+        "Megatron-Core, float32": _contender(_megatron_core, "float32", dtype=torch.float32, fused=False),
+        "Megatron-Core, bfloat16": _contender(_megatron_core, "bfloat16", dtype=BF16, fused=False),
+        "Megatron-Core, bfloat16, its fusions": _contender(_megatron_core, "bfloat16", dtype=BF16, fused=True),
     },
     sizes={
         "full": _size(L=6, H=512, A=8, F=1408, V=8192, S=512, B=4),

@@ -61,6 +61,14 @@ def test_a_bert_of_theirs_in_bfloat16_passes_the_gate():
     assert measure("bert-step", "quick", 1, [theirs]).entries[theirs].failure is None
 
 
+@pytest.mark.slow  # it patches torch, so it needs a process, which imports Megatron-Core and compiles its fusions
+@pytest.mark.parametrize("name", [name for name in CASES["step"].contenders if name.startswith("Megatron-Core")])
+def test_megatron_core_gives_the_gradients_of_the_reference(name):
+    entry = measure("step", "quick", 1, [name]).entries[name]
+    assert entry.failure is None
+    assert entry.first.gradient_error < (1e-5 if "float32" in name else 0.05)
+
+
 def test_one_dtype_leaves_out_who_computes_in_another_but_the_base():
     case = CASES["bert-step"]
     assert contenders_of(case, None) == list(case.contenders)
