@@ -93,6 +93,10 @@ def test_rows_are_padded_behind_their_text(prefix, tokenizer):
 def test_long_texts_are_refused_or_cut_where_it_is_asked_for(prefix, tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"at most 3 tokens.*--max-tokens 3"):
         LabelledTexts(prefix, tokenizer, 5)
+    longest = max(len(tokenizer.encode(text)) for text, _ in ROWS)
+    assert max(len(LabelledTexts(prefix, tokenizer, longest + 2)[i].tokens) for i in range(4)) == longest + 2
+    with pytest.raises(DataError, match=f"at most {longest - 1} tokens"):
+        LabelledTexts(prefix, tokenizer, longest + 1)
     found = prepare_labelled(tmp_path / "x.csv", tmp_path / "cut", tmp_path / "tokenizer.json", max_tokens=3)
     assert found.num_cut == sum(len(tokenizer.encode(text)) > 3 for text, _ in ROWS)
     assert max(len(LabelledTexts(tmp_path / "cut", tokenizer, 5)[i].tokens) for i in range(4)) == 5
@@ -160,9 +164,10 @@ def test_classes_that_do_not_fit_the_texts_are_refused(prefix, tokenizer, tmp_pa
         path.write_text(json.dumps(content))
         with pytest.raises(DataError, match=message):
             LabelledTexts(prefix, tokenizer, 32)
-    path.write_text(json.dumps({"classes": ["a", "b", "c"], "labels": [0, 1, 1, 0]}))
-    with pytest.raises(DataError, match="'c' has none"):
-        LabelledDataset(LabelledTexts(prefix, tokenizer, 32), 0)
+    for empty, classes, labels in (("c", ["a", "b", "c"], [0, 1, 1, 0]), ("z", ["z", "a", "b"], [1, 2, 2, 1])):
+        path.write_text(json.dumps({"classes": classes, "labels": labels}))
+        with pytest.raises(DataError, match=f"'{empty}' has none"):
+            LabelledDataset(LabelledTexts(prefix, tokenizer, 32), 0)
     path.unlink()
     with pytest.raises(DataError, match="megalith data label"):
         Labels.read(prefix, 4)

@@ -15,7 +15,7 @@ WIDE_FUNCTIONS: dict[str, tuple[int, str]] = {
     "adamw/adamw.py:fused_adamw_": (13, "as torch._fused_adamw_: lists, settings, grad_scale, found_inf"),
     "attention/attention.py:attention_gradients": (12, "ours: what backward has, and fused_attention's options"),
     "attention/attention.py:fused_attention": (10, "ours: options by name, as flash-attn's flash_attn_func"),
-    "attention/products_for_cpu.py:gradients_by_products": (10, "ours: what backward has"),
+    "attention/products_for_cpu.py:gradients_by_products": (9, "ours: what backward has"),
     "cross_entropy/linear.py:fused_linear_cross_entropy": (15, "Liger's, and Megatron's vocabulary-parallel group"),
     "cross_entropy/vocab_parallel.py:fused_vocab_parallel_cross_entropy": (11, "Megatron's, and Liger's options"),
     "gated/glu.py:glu": (9, "ours: by name what Megatron's functions of gated units do"),

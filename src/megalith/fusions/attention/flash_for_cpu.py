@@ -147,7 +147,7 @@ def _backward_of_part(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor,
 
 
 def _gradients(given: GivenToBackward, *, all_keys: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsink; ``all_keys`` says whether out and lse are those of the keys given, or of more."""
+    """dq, dk, dv and dsink; ``all_keys`` says whether lse covers no other keys than the given ones."""
     given_dout, dlse, q, k, v, sink, out, lse, bounds, scale, _, left, right = given
     D, Dv = q.shape[-1], v.shape[-1]
     whole_dout = torch.zeros_like(out) if given_dout is None else given_dout
@@ -201,16 +201,14 @@ def _is_short(tile: _Tile, q: Tensor, k: Tensor) -> bool:
 def _products(dout: Tensor, given: GivenToBackward, tile: _Tile, *, all_keys: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of ``tile`` by ``gradients_by_products``; ``dout`` [Sq, B, A, Dv]."""
     rows, queries, keys = tile.rows, tile.queries, tile.keys
-    dout, q = dout[queries, rows], given.q[queries, rows]
-    k, v = given.k[keys, rows], given.v[keys, rows]
-    lse = given.lse[rows, :, queries]
-    row_terms = None if given.dlse is None else given.dlse[rows, :, queries]
-    if not all_keys:
-        delta = (dout.float() * given.out[queries, rows].float()).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
-        row_terms = -delta if row_terms is None else row_terms - delta
+    q, k, v = given.q[queries, rows], given.k[keys, rows], given.v[keys, rows]
+    dlse = None if given.dlse is None else given.dlse[rows, :, queries]
+    of_more = None
+    if given.sink is not None or not all_keys:
+        of_more = given.out[queries, rows], given.lse[rows, :, queries]
     rounded = q.dtype == torch.bfloat16 and _has_amx()
     return gradients_by_products(
-        dout, row_terms, q, k, v, lse, given.scale, causal=tile.causal, all_keys=all_keys, rounded=rounded
+        dout[queries, rows], dlse, q, k, v, of_more, given.scale, causal=tile.causal, rounded=rounded
     )
 
 

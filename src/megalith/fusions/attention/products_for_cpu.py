@@ -3,8 +3,9 @@
     P  = exp(scale q k^T - lse)          dP = dout v^T               dv = P^T dout
     dS = scale P (dP - delta + dlse)     dq = dS k,  dk = dS^T q     delta = sum over D of dout out
 
-Over all keys of a query, delta is also the sum of P dP, with a sink too, since its dP is 0. Then P (dP - delta) is
-torch's gradient of a softmax, which reads P and dP once, and needs no pass over dout and out.
+If lse covers exactly these keys, P is the softmax of the scores, and delta the sum of P dP: torch's softmax and its
+gradient read each score once, without passes over dout and out. P must then be normalized here: the sum of exp(s - lse)
+differs from 1 by the rounding of lse, which delta would multiply.
 
 torch's kernel multiplies tiles of only 32 queries in rows below 192, and of 64 below 768. Causal rows are computed in
 blocks of queries, each with the keys up to its last query, which leaves out up to half of the work.
@@ -36,90 +37,102 @@ _aten: Any = torch.ops.aten
 
 
 def gradients_by_products(
-    dout: Tensor, row_terms: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float,
-    *, causal: bool, all_keys: bool, rounded: bool,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, of_more: tuple[Tensor, Tensor] | None,
+    scale: float, *, causal: bool, rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv as [B, heads, S, D] in the dtype of ``q``.
 
     Args:
         dout: [S, B, A, Dv].
-        row_terms: [B, A, S], with ``all_keys`` dlse, None for zeros; otherwise dlse - delta.
+        dlse: [B, A, S] or None.
         q: [S, B, A, D], of at most 32 bits.
         k: [Sk, B, G, D]; v [Sk, B, G, Dv].
-        lse: [B, A, S], finite.
+        of_more: out [S, B, A, Dv] and finite lse [B, A, S], if they cover more than ``k``: a sink, or other keys.
         scale: the factor of the scores.
         causal: whether query i sees keys up to i, of as many as there are queries.
-        all_keys: whether ``k`` and ``lse`` are of the same keys; otherwise ``lse`` covers others as well.
         rounded: round the operands of products to bfloat16.
     """
     (S, B, A, D), (Sk, _, G, Dv), R = q.shape, v.shape, q.shape[2] // k.shape[2]
-    lse = lse.float().reshape(B * G, R, S, 1)
-    terms = None if row_terms is None else (scale * row_terms.float()).reshape(B * G, R, S, 1)
+    lse, added = None, dlse
+    if of_more is not None:
+        out, lse = of_more
+        delta = (dout.float() * out.float()).sum(dim=-1).permute(1, 2, 0)  # [B, A, S]
+        added = -delta if dlse is None else dlse - delta
+    lse = None if lse is None else lse.float().reshape(B * G, R, S, 1)
+    added = None if added is None else (scale * added.float()).reshape(B * G, R, S, 1)
     given = [x.permute(1, 2, 0, 3).reshape(B * G, -1, x.shape[0], x.shape[3]) for x in (q, dout, k, v)]
     dq, dk, dv = (x.new_empty(x.shape) for x in (given[0], *given[2:]))
-    block = min(S, _QUERIES) if causal else None
-    block_scores = R * (block or S) * Sk
-    most = min(B * G, max(1, _ELEMENTS // block_scores))
+    block = min(S, _QUERIES) if causal else S
+    most = min(B * G, max(1, _ELEMENTS // (R * block * Sk)))
     most_copied = 0 if q.dtype == torch.float32 else most
     # memory is reused, because fresh memory costs as much time as what is computed in it
     wide = [x.new_empty((most_copied, *x.shape[1:]), dtype=torch.float32) for x in given]
     sums = [x.new_empty((most_copied, *x.shape[1:]), dtype=torch.float32) for x in (dk, dv)]
-    scores = q.new_empty(2, most * block_scores, dtype=torch.float32)
+    scores = q.new_empty(2, most * R * block * Sk, dtype=torch.float32)
     for heads in (slice(first, first + most) for first in range(0, B * G, most)):
         operands = [_widened(x[heads], memory) for x, memory in zip(given, wide, strict=True)]
+        own_lse, own_added = (None if x is None else x[heads] for x in (lse, added))
         own = [x[heads] for x in (dk, dv)]
-        added = own if q.dtype == torch.float32 else [x[: len(own[0])] for x in sums]
+        summed = own if q.dtype == torch.float32 else [x[: len(own[0])] for x in sums]
         with _operands_in("bf16" if rounded else "ieee"):
-            own_terms, own_results = None if terms is None else terms[heads], (dq[heads], *added)
-            _gradients_(operands, lse[heads], own_terms, scale, scores, own_results, block, all_keys=all_keys)
-        if added is not own:
-            torch._foreach_copy_(own, added)
+            _gradients_(operands, own_lse, own_added, scale, scores, (dq[heads], *summed), block, causal=causal)
+        if summed is not own:
+            torch._foreach_copy_(own, summed)
     return dq.view(B, A, S, D), dk.view(B, G, Sk, D), dv.view(B, G, Sk, Dv)
 
 
 def _gradients_(
-    operands: Sequence[Tensor], lse: Tensor, row_terms: Tensor | None, scale: float, scores: Tensor,
-    results: Sequence[Tensor], block: int | None, *, all_keys: bool,
+    operands: Sequence[Tensor], lse: Tensor | None, added: Tensor | None, scale: float, scores: Tensor,
+    results: Sequence[Tensor], block: int, *, causal: bool,
 ) -> None:  # fmt: skip
     """Writes the gradients of a few key heads to ``results``.
 
     Args:
         operands: float32 q, dout, k and v.
-        lse: [key heads, R, S, 1]; so are ``row_terms``, which are scaled.
+        lse: [key heads, R, S, 1], or None for a softmax of the scores.
+        added: to scale dP, [key heads, R, S, 1] or None.
         scores: memory for P and dS of a block, [2, at least as many elements].
         results: dq, and float32 dk and dv.
-        block: queries at a time of causal rows, None for others.
+        block: queries at a time; all of them unless ``causal``.
     """
     (q, dout), (k, v) = operands[:2], (x.squeeze(1) for x in operands[2:])
     dq, dk, dv = results[0], *(x.squeeze(1) for x in results[1:])
-    (num, R, S, _), causal = q.shape, block is not None
-    block = block or S
+    num, R, S, _ = q.shape
     for first in reversed(range(0, S, block)):  # the last block sees all keys, so its products initialize dk and dv
         after = min(first + block, S)
         seen, kept = (after if causal else k.shape[1]), float(after < S)
-        own_q, own_dout, own_lse = (x[:, :, first:after].flatten(1, 2) for x in (q, dout, lse))
+        own_q, own_dout = (x[:, :, first:after].flatten(1, 2) for x in (q, dout))
+        own_lse, own_added = (None if x is None else x[:, :, first:after].flatten(1, 2) for x in (lse, added))
         keys, values = k[:, :seen], v[:, :seen]
         p, ds = (memory[: num * R * (after - first) * seen].view(num, -1, seen) for memory in scores)
-        p.baddbmm_(own_q, keys.mT, beta=0.0, alpha=scale).sub_(own_lse).exp_()
+        p.baddbmm_(own_q, keys.mT, beta=0.0, alpha=scale)
         if causal:
-            p.view(num * R, -1, seen)[..., first:].tril_()
+            p.view(num * R, -1, seen)[..., first:].add_(p.new_full((after - first,) * 2, -torch.inf).triu_(1))
+        _scores_to_probabilities_(p, own_lse)
         ds.baddbmm_(own_dout, values.mT, beta=0.0, alpha=scale)
-        own_terms = None if row_terms is None else row_terms[:, :, first:after].flatten(1, 2)
-        _to_score_gradients_(ds, p, own_terms, all_keys=all_keys)
+        _to_score_gradients_(ds, p, own_added, normalized=own_lse is None)
         dv[:, :seen].baddbmm_(p.mT, own_dout, beta=kept)
         dk[:, :seen].baddbmm_(ds.mT, own_q, beta=kept)
         dq[:, :, first:after] = torch.bmm(ds, keys).unflatten(1, (R, -1))
 
 
-def _to_score_gradients_(dp: Tensor, p: Tensor, row_terms: Tensor | None, *, all_keys: bool) -> None:
-    """Replaces ``dp`` by ``p`` (``dp`` - delta + dlse); ``row_terms`` as for ``gradients_by_products``."""
-    if all_keys:
-        _aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)  # p (dp - sum of p dp)
-        if row_terms is not None:
-            dp.addcmul_(p, row_terms)
+def _scores_to_probabilities_(scores: Tensor, lse: Tensor | None) -> None:
+    """exp(scores - lse), or their softmax; ``scores`` are contiguous, since torch's operator is wrong for others."""
+    if lse is None:
+        _aten._softmax.out(scores, -1, False, out=scores)
     else:
-        assert row_terms is not None, "delta of all keys does not follow from some of them"
-        dp.add_(row_terms).mul_(p)
+        scores.sub_(lse).exp_()
+
+
+def _to_score_gradients_(dp: Tensor, p: Tensor, added: Tensor | None, *, normalized: bool) -> None:
+    """Replaces ``dp``, contiguous, by p (dp - sum of p dp + added), or p (dp + added) if p is not ``normalized``."""
+    if normalized:
+        _aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
+        if added is not None:
+            dp.addcmul_(p, added)
+    else:
+        assert added is not None, "without a sum over p, delta is part of what is added"
+        dp.add_(added).mul_(p)
 
 
 @contextmanager
