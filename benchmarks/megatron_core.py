@@ -1,5 +1,5 @@
 """Megatron-Core's GPT and mixture of experts on a CPU, where it needs patches: it asks CUDA for the current device,
-draws weights with a CUDA generator, and looks up a Transformer Engine GEMM under a name it did not define.
+draws weights with a CUDA generator, and its experts look up a Transformer Engine GEMM under an undefined name.
 
 Its GPT has the layers of its ``local`` specification, which needs neither Transformer Engine nor Apex.
 """

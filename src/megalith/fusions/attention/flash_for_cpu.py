@@ -203,12 +203,12 @@ def _products(dout: Tensor, given: GivenToBackward, tile: _Tile, *, all_keys: bo
     rows, queries, keys = tile.rows, tile.queries, tile.keys
     q, k, v = given.q[queries, rows], given.k[keys, rows], given.v[keys, rows]
     dlse = None if given.dlse is None else given.dlse[rows, :, queries]
-    of_more = None
+    out_and_lse = None
     if given.sink is not None or not all_keys:
-        of_more = given.out[queries, rows], given.lse[rows, :, queries]
+        out_and_lse = given.out[queries, rows], given.lse[rows, :, queries]
     rounded = q.dtype == torch.bfloat16 and _has_amx()
     return gradients_by_products(
-        dout[queries, rows], dlse, q, k, v, of_more, given.scale, causal=tile.causal, rounded=rounded
+        dout[queries, rows], dlse, q, k, v, out_and_lse, given.scale, causal=tile.causal, rounded=rounded
     )
 
 

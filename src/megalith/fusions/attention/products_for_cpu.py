@@ -1,11 +1,11 @@
 """Gradients of attention over short rows or documents on a CPU: products of all queries and keys, some heads at a time.
 
-    P  = exp(scale q k^T - lse)          dP = dout v^T               dv = P^T dout
-    dS = scale P (dP - delta + dlse)     dq = dS k,  dk = dS^T q     delta = sum over D of dout out
+    P  = softmax(scale q k^T)            dP = dout v^T               dv = P^T dout
+    dS = scale P (dP - delta + dlse)     dq = dS k,  dk = dS^T q     delta = sum over keys of P dP
 
-If lse covers exactly these keys, P is the softmax of the scores, and delta the sum of P dP: torch's softmax and its
-gradient read each score once, without passes over dout and out. P must then be normalized here: the sum of exp(s - lse)
-differs from 1 by the rounding of lse, which delta would multiply.
+torch's softmax and its gradient go over a row of scores while it is in cache, and delta has no rounding error of out.
+A sink, or keys outside this call, are part of lse and of out. Then P = exp(scale q k^T - lse), delta = sum over D of
+dout out. With this P the other delta would be inexact: the sum of P differs from 1 by the rounding of lse.
 
 torch's kernel multiplies tiles of only 32 queries in rows below 192, and of 64 below 768. Causal rows are computed in
 blocks of queries, each with the keys up to its last query, which leaves out up to half of the work.
@@ -14,7 +14,7 @@ All products have float32 results, since P and dS need its digits and dk and dv 
 product of bfloat16 tensors on a CPU, but one of float32 tensors that rounds its operands to bfloat16, which changes
 nothing in q, k, v and dout. It is a setting of the process: meanwhile, it holds for other threads as well, and these
 gradients are computed in one thread after the other. Otherwise operands are not rounded, whatever the user has set,
-since lse is not that of rounded ones.
+since forward does not round them either.
 
 Tensors are viewed as [B G, R, S, D], with the R query heads of a key head; products take them stacked: [B G, R S, D].
 """
@@ -37,7 +37,7 @@ _aten: Any = torch.ops.aten
 
 
 def gradients_by_products(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, of_more: tuple[Tensor, Tensor] | None,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out_and_lse: tuple[Tensor, Tensor] | None,
     scale: float, *, causal: bool, rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv as [B, heads, S, D] in the dtype of ``q``.
@@ -47,18 +47,17 @@ def gradients_by_products(
         dlse: [B, A, S] or None.
         q: [S, B, A, D], of at most 32 bits.
         k: [Sk, B, G, D]; v [Sk, B, G, Dv].
-        of_more: out [S, B, A, Dv] and finite lse [B, A, S], if they cover more than ``k``: a sink, or other keys.
+        out_and_lse: [S, B, A, Dv] and finite [B, A, S], if they cover more than ``k``: a sink, or other keys.
         scale: the factor of the scores.
         causal: whether query i sees keys up to i, of as many as there are queries.
         rounded: round the operands of products to bfloat16.
     """
     (S, B, A, D), (Sk, _, G, Dv), R = q.shape, v.shape, q.shape[2] // k.shape[2]
-    lse, added = None, dlse
-    if of_more is not None:
-        out, lse = of_more
+    lse, added = None, dlse  # to dP
+    if out_and_lse is not None:
+        out, lse = out_and_lse[0], out_and_lse[1].float().reshape(B * G, R, S, 1)
         delta = (dout.float() * out.float()).sum(dim=-1).permute(1, 2, 0)  # [B, A, S]
         added = -delta if dlse is None else dlse - delta
-    lse = None if lse is None else lse.float().reshape(B * G, R, S, 1)
     added = None if added is None else (scale * added.float()).reshape(B * G, R, S, 1)
     given = [x.permute(1, 2, 0, 3).reshape(B * G, -1, x.shape[0], x.shape[3]) for x in (q, dout, k, v)]
     dq, dk, dv = (x.new_empty(x.shape) for x in (given[0], *given[2:]))
@@ -106,7 +105,7 @@ def _gradients_(
         keys, values = k[:, :seen], v[:, :seen]
         p, ds = (memory[: num * R * (after - first) * seen].view(num, -1, seen) for memory in scores)
         p.baddbmm_(own_q, keys.mT, beta=0.0, alpha=scale)
-        if causal:
+        if causal:  # before the softmax, which normalizes
             p.view(num * R, -1, seen)[..., first:].add_(p.new_full((after - first,) * 2, -torch.inf).triu_(1))
         _scores_to_probabilities_(p, own_lse)
         ds.baddbmm_(own_dout, values.mT, beta=0.0, alpha=scale)
