@@ -261,7 +261,6 @@ CASE = Case(
         "Hugging Face, bfloat16": _contender(_theirs, "bfloat16", dtype=BF16),
         "Hugging Face, bfloat16, compiled": _contender(_theirs, "bfloat16", dtype=BF16, compiled=True),
         "Megatron-Core, float32": _contender(_megatron_core, "float32", dtype=torch.float32, fused=False),
-        "Megatron-Core, float32, its fusions": _contender(_megatron_core, "float32", dtype=torch.float32, fused=True),
         "Megatron-Core, bfloat16": _contender(_megatron_core, "bfloat16", dtype=BF16, fused=False),
         "Megatron-Core, bfloat16, its fusions": _contender(_megatron_core, "bfloat16", dtype=BF16, fused=True),
     },
