@@ -10,7 +10,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megalith.fusions.core.compiler import why_not_compile
-from megalith.torch_compat import all_gather_into, compile_apart, grouped_mm, reduce_scatter_into
+from megalith.torch_compat import (
+    all_gather_into,
+    compile_apart,
+    grouped_mm,
+    linear_in_onednn,
+    multiplies_natively,
+    reduce_scatter_into,
+)
 from tests.rank_pool import ranks
 
 # (new name since 2.13, old name until then): 2.13 has both, and warns for the old ones
@@ -44,6 +51,16 @@ def test_this_torch_multiplies_groups_of_rows():
     a, b, ends = torch.ones(4, 8), torch.stack([torch.ones(8, 4), torch.full((8, 4), 2.0)]), torch.tensor([1, 4])
     assert grouped_mm(a, b, ends.int())[:, 0].tolist() == [8, 16, 16, 16]
     assert grouped_mm(a.t(), a, ends.int())[:, 0, 0].tolist() == [1, 3]
+
+
+@pytest.mark.skipif(not multiplies_natively(torch.bfloat16), reason="the CPU has no instructions for bfloat16")
+def test_this_torch_adds_a_bias_in_a_product_of_onednn():
+    x, weight, bias = (
+        torch.full(size, value).bfloat16() for size, value in (((2, 4), 1.0), ((3, 4), 1.0), ((3,), 256))
+    )
+    y = linear_in_onednn(x, weight, bias)
+    assert y.dtype == torch.bfloat16
+    assert y.tolist() == [[260.0] * 3] * 2
 
 
 def test_this_torch_can_end_a_backward_by_hand():

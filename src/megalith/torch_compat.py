@@ -10,6 +10,7 @@ forward_ad._current_level                   private; whether forward-mode AD is 
 torch._C._AutoDispatchBelowAutograd         private; the dispatch state in which an operator's implementation runs
 torch._C._any_requires_grad                 private; checks many operands at once
 torch.ops.mkldnn._is_mkldnn_bf16_supported  private; whether a CPU multiplies 16-bit numbers natively
+torch.ops.mkldnn._linear_pointwise          private; a linear layer by oneDNN, bias included
 torch._library.triton                       private; whether wrapped kernels are launched directly
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward manually
@@ -71,6 +72,7 @@ __all__ = [
     "is_intercepted",
     "keeping_what_is_saved",
     "launching_directly",
+    "linear_in_onednn",
     "multiplies_natively",
     "new_group",
     "reduce_scatter_into",
@@ -240,6 +242,12 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     library = torch.ops.mkldnn
     is_supported = library._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else library._is_mkldnn_fp16_supported
     return bool(is_supported())
+
+
+def linear_in_onednn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns x W^T + b, computed by oneDNN on the CPU with a single rounding; autograd cannot record it."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
 
 
 def launching_directly() -> AbstractContextManager[None]:

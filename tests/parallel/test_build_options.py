@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from megalith.errors import ConfigError
 from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.linear import linear
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from tests.parallel.groups import collection
 from tests.rank_pool import ranks
@@ -22,7 +22,7 @@ def test_without_tp_there_is_no_sequence_to_split():
     assert ranks(2, sequence_parallel, 2) == [True, True]
 
 
-def test_defaults_are_float32_and_torchs_own_product():
+def test_defaults_are_float32_and_the_default_product():
     options = BuildOptions(ProcessGroupCollection.single())
     assert (options.dtype, options.matrix_product, options.sequence_parallel) == (torch.float32, linear, False)
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from megalith.config import DispatchConfig
 from megalith.errors import ConfigError
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.expert.fused_a2a import FusedA2A
 from megalith.parallel.expert.symmetric_a2a import SymmetricA2A
+from megalith.parallel.linear import linear
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
 __all__ = ["BuildOptions", "MatrixProduct"]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from megalith.config import RunConfig, TransformerConfig, valid_setting
 from megalith.data.indexed_dataset import IndexedDataset
@@ -19,6 +18,7 @@ from megalith.fusions.core.preference import without_compiling
 from megalith.observe.units import perplexity
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.inference_linear import inference_linear
+from megalith.parallel.linear import linear
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import Store

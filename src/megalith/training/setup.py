@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear
 
 from megalith.config import RunConfig
 from megalith.config.experimental import require
@@ -24,6 +23,7 @@ from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.expert.fused_a2a import FusedA2A, deep_ep_buffer
 from megalith.parallel.expert.symmetric_a2a import SymmetricA2A, nvshmem_memory
+from megalith.parallel.linear import linear
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.schedules import splits_backward

@@ -255,6 +255,23 @@ def test_every_linear_layer_computes_the_product_that_its_options_name():
     assert_joined(ranks(2, tripled_on_this_rank), want, {"column": -1, "tied": -1})
 
 
+def biases_in_the_product_of_a_row() -> list[bool]:
+    seen: list[bool] = []
+
+    def noting(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(bias is not None)
+        return linear(x, weight, bias)
+
+    row = RowParallelLinear(IN, OUT, options(matrix_product=noting), bias=True, std=1.0)
+    row(mine(random(S, B, IN, seed=3), -1) if dist.is_initialized() else random(S, B, IN, seed=3))
+    return seen
+
+
+def test_a_row_parallel_linear_of_one_rank_adds_its_bias_in_the_product():
+    assert biases_in_the_product_of_a_row() == [True]
+    assert ranks(2, biases_in_the_product_of_a_row) == [[False], [False]]
+
+
 def refuse_an_empty_rank() -> None:
     with pytest.raises(
         ShapeError, match=r"out_features \(9\) leaves at least one rank of tp \(4\) empty; use fewer ranks"

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.functional import linear
+
+from megalith.parallel.linear import linear
 
 __all__ = ["SplitProduct", "WeightPart"]
 

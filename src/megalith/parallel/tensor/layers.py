@@ -164,6 +164,8 @@ class RowParallelLinear(DeclaringModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in/tp] -> [S, B, out] ([S/tp, B, out] under sequence parallelism)."""
+        if self.options.pg_collection.size("tp") == 1:  # nothing to sum: the product may add the bias itself
+            return self.options.matrix_product(x, local(self.weight), None if self.bias is None else local(self.bias))
         y = self.options.matrix_product(x, local(self.weight), None)
         y = leave_tensor_parallel(y, self.options.pg_collection.tp, self.options.sequence_parallel)
         # under sequence parallelism a rank adds the bias to its own tokens only, so its gradient is partial
