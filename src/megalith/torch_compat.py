@@ -237,7 +237,7 @@ def is_intercepted() -> bool:
 
 def multiplies_natively(dtype: torch.dtype) -> bool:
     """Returns whether torch's matrix products of a 16-bit ``dtype`` use native instructions of this CPU."""
-    if not torch.backends.mkldnn.is_available():
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     library = torch.ops.mkldnn
     is_supported = library._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else library._is_mkldnn_fp16_supported

@@ -142,6 +142,15 @@ def test_held_out_labels_must_be_classes_of_the_training_texts(prefix, tokenizer
         )
 
 
+def test_a_tokenizer_without_the_tokens_around_a_text_is_refused_before_anything_is_written(prefix, tmp_path):
+    train_byte_level_bpe(["one text"], vocab_size=300).save(tmp_path / "plain.json")
+    with pytest.raises(
+        DataError, match=r"a tokenizer with a classifier token \(\[CLS\] or <s>\).*--special-tokens bert"
+    ):
+        prepare_labelled(tmp_path / "x.csv", tmp_path / "out", tmp_path / "plain.json")
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_nothing_is_overwritten(prefix, tokenizer, tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.glob("x*")}
     with pytest.raises(DataError, match="already"):

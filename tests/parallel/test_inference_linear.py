@@ -102,10 +102,12 @@ def test_it_is_widened_only_on_a_processor_without_instructions_for_the_dtype(ca
     assert not is_widened(8)
 
 
-def test_a_processor_multiplies_16_bits_natively_as_torch_says():
+def test_a_processor_multiplies_16_bits_natively_as_torch_says(monkeypatch):
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         says = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
         assert multiplies_natively(dtype) == (torch.backends.mkldnn.is_available() and says)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not multiplies_natively(torch.bfloat16)
 
 
 @pytest.mark.usefixtures("capability")

@@ -112,6 +112,13 @@ def test_without_instructions_it_is_left_to_torch(by_onednn, monkeypatch):
     assert not by_onednn
 
 
+def test_with_onednn_off_it_is_left_to_torch(by_onednn, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    given = operands()
+    assert torch.equal(linear(*given), nn.functional.linear(*given))
+    assert not by_onednn
+
+
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 def test_autocast_casts_for_the_product_of_torch(by_onednn, given):
     with torch.autocast("cpu", torch.bfloat16):
@@ -155,7 +162,7 @@ def test_what_torch_refuses_is_refused_in_its_words(modes):
         assert str(refused.value) == str(by_torch.value)
 
 
-@pytest.mark.parametrize("sizes", [(0, IN, OUT), (S, 0, OUT), (S, IN, 0)])
+@pytest.mark.parametrize("sizes", [(0, IN, OUT), (S * B, 0, OUT), (S * B, IN, 0)])
 def test_of_empty_operands_it_is_that_of_torch(sizes):
     T, given, out = sizes
     x, weight, bias = (torch.randn(*size).bfloat16() for size in ((T, given), (out, given), (out,)))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megalith.data.class_names import listed
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megalith.data.special_tokens import bert_tokens
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.storage import open_store, write_json_atomic
@@ -112,12 +113,14 @@ def prepare_labelled(
     Raises:
         ConfigError: ``max_tokens`` is below 1.
         DataError: the file does not have the format described above, has an empty text or label, or a label that is not
-            in ``classes``; there are fewer than two classes; ``out`` exists already.
+            in ``classes``; there are fewer than two classes; the tokenizer lacks one of BERT's special tokens;
+            ``out`` exists already.
         StorageError: the disk is full or not writable.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"--max-tokens must be 1 or more; got {max_tokens}; leave it out to keep all tokens")
     out, loaded = Path(os.path.abspath(out)), Tokenizer.load(tokenizer, eod)
+    bert_tokens(loaded)  # a classifier reads the text between two of them; refused here, before anything is written
     table = read_labelled(file, classes=classes)
     num_cut, texts = 0, table.texts
     with IndexedDatasetBuilder(out, best_dtype(loaded.vocab_size)) as builder:

@@ -27,7 +27,7 @@ from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.inference_linear import inference_linear
-from megalith.parallel.linear import linear
+from megalith.parallel.linear import is_plain
 from megalith.parallel.pipeline.pipeline import Pipeline, evaluation_mode
 from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
 from megalith.torch_compat import ForwardParts, has_forward_hooks, uncompiled
@@ -328,7 +328,7 @@ def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
         model.stage.has_embedding
         and model.stage.has_head
         and config.mla is None
-        and model.options.matrix_product in (linear, inference_linear)
+        and (is_plain(model.options.matrix_product) or model.options.matrix_product is inference_linear)
         and all(type(module).__module__.startswith(("megalith.", "torch.nn.")) for module in model.modules())
         and not any("forward" in vars(module) for module in model.modules())
         and all(type(weight) is nn.Parameter and weight.device.type == "cpu" for weight in model.parameters())

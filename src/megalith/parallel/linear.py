@@ -6,6 +6,7 @@ Bfloat16 on a CPU with instructions for it: torch copies b to every row of y, an
 oneDNN adds b itself, before it rounds. Float16 and float32 gain nothing from that.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megalith.torch_compat import (
     multiplies_natively,
 )
 
-__all__ = ["linear"]
+__all__ = ["is_plain", "linear"]
 
 _SMALLEST_OUTPUT = 2**20  # elements; with fewer, a Function in Python costs more than oneDNN gains
 
@@ -32,6 +33,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y: Tensor = _BiasInProduct.apply(x, weight, bias)
         return y
     return nn.functional.linear(x, weight, bias)
+
+
+def is_plain(product: Callable[..., Tensor]) -> bool:
+    """Returns whether ``product`` is the default or torch's own, which equals it."""
+    return product in (linear, nn.functional.linear)
 
 
 class _BiasInProduct(Function):
@@ -52,7 +58,7 @@ class _BiasInProduct(Function):
 
 
 def _onednn_adds(bias: Tensor, x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN can add the bias, gains by it, and nothing needs to see torch's own operator or to cast for it."""
+    """Whether oneDNN can add the bias, gains by it, and no mode or transformation acts on torch's own operator."""
     return (
         x.dtype == weight.dtype == bias.dtype == torch.bfloat16
         and x.device.type == weight.device.type == bias.device.type == "cpu"

@@ -23,7 +23,7 @@ from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.expert.fused_a2a import FusedA2A, deep_ep_buffer
 from megalith.parallel.expert.symmetric_a2a import SymmetricA2A, nvshmem_memory
-from megalith.parallel.linear import linear
+from megalith.parallel.linear import is_plain, linear
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.schedules import splits_backward
@@ -164,7 +164,7 @@ def _matrix_product(config: RunConfig, parts: RunParts) -> MatrixProduct:
     schedule = config.parallel.schedule
     if not splits_backward(schedule):
         return parts.matrix_product
-    if parts.matrix_product is not linear:
+    if not is_plain(parts.matrix_product):
         raise ConfigError(
             f"parallel.schedule={schedule} computes the weight gradients of linear layers separately from their input "
             "gradients, with its own matrix product, but RunParts(matrix_product=...) gives another; leave it out, "
