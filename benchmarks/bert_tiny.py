@@ -8,6 +8,9 @@ For each seed, on the demo's corpus, in one process on this machine:
     fine-tuning   recipe classification-tiny, which predicts the standard-library package of a passage: from the
                   pretrained model and from scratch, compared with the most common package and a bag of words
 
+A quarter of each package's files is held out, and as many passages of each package are classified: held out at random,
+half of them would be the code tables of ``encodings``, which every classifier knows.
+
 Each step is one micro-batch. That is faster in one process than the recipes' micro-batches, which are small enough for
 eight ranks.
 
@@ -20,10 +23,13 @@ that are already in FOLDER are not repeated.
 """
 
 import csv
+import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 
@@ -44,9 +50,10 @@ from megalith.storage import write_json_atomic
 from megalith.training.inference import evaluate_checkpoint, load_model
 
 IntArray = npt.NDArray[np.int64]
-_HELD_OUT, _SAMPLES = 0.1, 512
+_HELD_OUT, _SAMPLES = 0.25, 512
 _PACKAGES, _LINES, _TOKENS = 12, 4, 126
 _EACH = 400  # training passages per package: pretraining helps most when labels are few
+_EACH_HELD_OUT = 200
 _WORD = re.compile(r"\b\w\w+\b")
 
 
@@ -112,23 +119,52 @@ def main(folder: Path, seeds: list[int]) -> int:
 
 def _texts(folder: Path) -> tuple[str, str]:
     """The prefixes of the text and of the passages; the held-out parts have the same prefixes plus -valid."""
-    kept, held_out = split_by_file(standard_library_sources(), _HELD_OUT, seed=0)
-    found = prepare_sources(folder / "text", held_out=_HELD_OUT, split_sentences=True, special_tokens=["bert"])
+    kept, held_out = _split_by_package(standard_library_sources())
+    found = prepare_sources(folder / "text", kept, held_out, split_sentences=True, special_tokens=["bert"])
     out = folder / "passages"
     if not out.with_suffix(".idx").exists():
-        random = np.random.default_rng(0)
-        learned, valid = (
-            labelled_passages(files, number, _LINES) for files, number in ((kept, _PACKAGES), (held_out, 99))
-        )
-        by_package = {name: [row for row in learned if row[1] == name] for _, name in learned}
-        few = [rows[place] for rows in by_package.values() for place in random.permutation(len(rows))[:_EACH]]
-        known = [row for row in valid if row[1] in by_package]
-        for name, rows in (("train", few), ("valid", known)):
+        for name, rows in zip(("train", "valid"), _passages(kept, held_out), strict=True):
             with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerows([("text", "label"), *rows])
         classes = prepare_labelled(folder / "train.csv", out, found.tokenizer, max_tokens=_TOKENS).classes
         prepare_labelled(folder / "valid.csv", f"{out}-valid", found.tokenizer, classes=classes, max_tokens=_TOKENS)
     return str(found.prefix), str(out)
+
+
+def _split_by_package(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """(train, held out): the fraction ``_HELD_OUT`` of the files of each package, and of those outside of packages."""
+    root = Path(os.path.commonpath([path.parent for path in files]))
+    kept: list[Path] = []
+    held_out: list[Path] = []
+    for _, group in groupby(sorted(files, key=_package_below(root)), _package_below(root)):
+        together = list(group)
+        parts = split_by_file(together, _HELD_OUT, seed=0) if len(together) > 1 else (together, [])
+        kept += parts[0]
+        held_out += parts[1]
+    return kept, held_out
+
+
+def _package_below(root: Path) -> Callable[[Path], str]:
+    return lambda path: path.relative_to(root).parts[0] if path.parent != root else ""
+
+
+def _passages(kept: Sequence[Path], held_out: Sequence[Path]) -> list[list[tuple[str, str]]]:
+    """Training and held-out (passage, package): as many of each of the largest packages that have enough of both."""
+    random, groups = np.random.default_rng(0), []
+    for files in (kept, held_out):
+        groups.append({name: list(rows) for name, rows in groupby(labelled_passages(files, 99, _LINES), itemgetter(1))})
+    learned, valid = groups
+    enough = [name for name in learned if len(learned[name]) >= _EACH and len(valid.get(name, ())) >= _EACH_HELD_OUT]
+    chosen = sorted(sorted(enough, key=lambda name: -len(learned[name]))[:_PACKAGES])
+    if len(chosen) < _PACKAGES:
+        raise SystemExit(
+            f"{_PACKAGES} packages of the standard library must have {_EACH} passages and {_EACH_HELD_OUT} held-out "
+            f"ones; found {len(chosen)}: {', '.join(chosen)}; use a full Python"
+        )
+    return [
+        [rows[place] for rows in map(group.get, chosen) if rows for place in random.permutation(len(rows))[:number]]
+        for group, number in ((learned, _EACH), (valid, _EACH_HELD_OUT))
+    ]
 
 
 def _minutes(recipe: str, run: Path, seed: int, text: str, *overrides: str) -> float:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.environment import describe
 from benchmarks.recipe_runs import prepare_sources, run_main, train
+from megalith.insight.corpus import split_by_file, standard_library_sources
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import write_json_atomic
 from megalith.training.evaluation import evaluate
@@ -57,7 +58,7 @@ class Result:
 
 def main(folder: Path, seeds: list[int]) -> int:
     """Returns the exit code."""
-    text = prepare_sources(folder / "data" / "text", held_out=_HELD_OUT)
+    text = prepare_sources(folder / "data" / "text", *split_by_file(standard_library_sources(), _HELD_OUT, seed=0))
     results = []
     for seed in seeds:
         results.append(_result(folder / f"seed-{seed}", seed, str(text.prefix), str(text.valid_prefix)))

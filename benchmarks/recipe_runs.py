@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from megalith.data.prepare import PrepareSummary, prepare
-from megalith.insight.corpus import split_by_file, standard_library_sources
 from megalith.resilience.launch import launch
 from megalith.training.resume import where_it_goes_on
 
@@ -17,15 +16,19 @@ VOCABULARY = 2048
 
 
 def prepare_sources(
-    out: Path, *, held_out: float, split_sentences: bool = False, special_tokens: Sequence[str] = ()
+    out: Path,
+    kept: Sequence[Path],
+    held_out: Sequence[Path],
+    *,
+    split_sentences: bool = False,
+    special_tokens: Sequence[str] = (),
 ) -> PrepareSummary:
-    """The standard library's sources as a dataset, with the fraction ``held_out`` of its files in a separate one."""
-    kept, valid = split_by_file(standard_library_sources(), held_out, seed=0)
+    """The files ``kept`` as a dataset, and those ``held_out`` as another."""
     return prepare(
         kept,
         out,
         vocab_size=VOCABULARY,
-        valid=valid,
+        valid=held_out,
         split_sentences=split_sentences,
         special_tokens=special_tokens,
         processes=os.cpu_count() or 1,

@@ -23,6 +23,7 @@ from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.special_tokens import T5Tokens, t5_tokens
 from megalith.data.t5_dataset import T5Sample, fill_spans
 from megalith.data.tokenizer import Tokenizer
+from megalith.insight.corpus import split_by_file, standard_library_sources
 from megalith.insight.masked_baselines import MaskedBaselines, masked_baselines
 from megalith.storage import write_json_atomic
 from megalith.training.inference import evaluate_checkpoint, load_model
@@ -55,7 +56,8 @@ class _Filled:
 def main(folder: Path, seeds: list[int]) -> int:
     """Returns the exit code."""
     prefix = folder / "data" / "text"
-    text = prepare_sources(prefix, held_out=_HELD_OUT, split_sentences=True, special_tokens=["t5"])
+    parts = split_by_file(standard_library_sources(), _HELD_OUT, seed=0)
+    text = prepare_sources(prefix, *parts, split_sentences=True, special_tokens=["t5"])
     results: list[Result] = []
     holds = True
     for seed in seeds:
