@@ -89,10 +89,20 @@ def test_ranks_exchange_what_is_counted_of_a_bert(option, layout, tmp_path):
     check(masked_settings(tmp_path, **{**groups, "model": model, "parallel": parallel}), num_ranks)
 
 
-@pytest.mark.parametrize("layout", ["tensor 2, sequence", pytest.param("shard 2 x tensor 2", marks=pytest.mark.slow)])
-def test_ranks_exchange_what_is_counted_of_a_classifier(layout, tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "pooling"),
+    [
+        ("tensor 2, sequence", "first"),
+        ("context 2", "mean"),
+        pytest.param("shard 2 x tensor 2", "first", marks=pytest.mark.slow),
+        pytest.param("context 2 x tensor 2, sequence", "mean", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_exchange_what_is_counted_of_a_classifier(layout, pooling, tmp_path):
     num_ranks, parallel = BERT_LAYOUTS[layout]
-    check(labelled_settings(tmp_path, parallel=parallel), num_ranks)
+    tree = labelled_settings(tmp_path, parallel=parallel)
+    tree["model"]["bert"]["classifier_pooling"] = pooling
+    check(tree, num_ranks)
 
 
 @pytest.mark.parametrize(("option", "layout"), cases(T5_OPTIONS, T5_LAYOUTS, T5_FAST))

@@ -37,6 +37,11 @@ class BertConfig(SettingsGroup):
         lt=1,
         description="[probability] of dropping a feature of the pooled token; null: model.hidden_dropout",
     )
+    classifier_pooling: Literal["first", "mean"] = Field(
+        default="first",
+        description="what the classifier reads of a text: its first token, or the mean over its tokens (as in "
+        "ModernBERT), which needs fewer labels after pretraining without a binary head",
+    )
     classifier_activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = Field(
         default="tanh",
         description="activation after the linear layer that pools a token for the classifier; RoFormer uses "

@@ -48,6 +48,7 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         "model.bert.binary_head": Condition("model.bert.head", ("pretraining",)),
         "model.bert.num_classes": Condition("model.bert.head", ("classification",)),
         "model.bert.classifier_dropout": Condition("model.bert.head", ("classification", "multiple_choice")),
+        "model.bert.classifier_pooling": Condition("model.bert.head", ("classification", "multiple_choice")),
         "model.bert.classifier_activation": Condition("model.bert.head", ("classification", "multiple_choice")),
         "model.moe.shared_expert_gate": Condition("model.moe.shared_ffn_hidden_size"),
         f"{_ROUTER}.group_score_topk": Condition(f"{_ROUTER}.num_groups"),

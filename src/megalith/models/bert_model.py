@@ -15,11 +15,19 @@ from torch import Tensor, nn
 
 from megalith.config import BertConfig, TransformerConfig
 from megalith.errors import ShapeError
-from megalith.models.heads import ClassificationHead, MaskedLMTransform, Pooler, mean_embeddings, on_whole_rows
+from megalith.models.heads import (
+    ClassificationHead,
+    MaskedLMTransform,
+    Pooler,
+    document_means,
+    mean_embeddings,
+    on_whole_rows,
+)
 from megalith.models.language_model import LanguageModel, Trunk, check_labels, check_mask
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.tensor.layers import ColumnParallelLinear
 from megalith.transformer.attention_mask import BIDIRECTIONAL
 from megalith.transformer.embeddings import ReplicatedEmbedding
@@ -93,6 +101,7 @@ class BertModel(LanguageModel):
         self.lm_transform: MaskedLMTransform | None = None
         self.lm_head: ColumnParallelLinear | None = None
         self.pooler: Pooler | None = None
+        self._reads_means = False  # the pooler, rather than first tokens
         self.binary_head: ClassificationHead | None = None
         self.classifier: ClassificationHead | None = None
         if self.stage.has_head:
@@ -132,7 +141,8 @@ class BertModel(LanguageModel):
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
             packed_seq_params: document boundaries in whole rows, in place of ``attention_mask``.
             pooled_tokens: int64 [N], flat indices b * S + s of the tokens to pool; by default each row's first one that
-                is not padding. Under context parallelism, those on this rank, by default none except on rank 0.
+                is not padding. Under context parallelism, those on this rank, by default none except on rank 0. With
+                ``classifier_pooling="mean"`` the mean over the token's document is pooled.
             dropout_key: as in ``GPTModel``; for tokens [B, choices, S] its token ids are [B * choices, S].
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: the previous stage's output.
             output: what to return: the head's predictions, the hidden states, or ``mean_embeddings`` of each row.
@@ -227,6 +237,7 @@ class BertModel(LanguageModel):
         std, drops = config.init_method_std, bert.classifier_dropout
         if bert.head != "pretraining":
             self.pooler = Pooler(config, self.options, bert.classifier_activation)
+            self._reads_means = bert.classifier_pooling == "mean"
             self.classifier = ClassificationHead(
                 config, self.options, bert.num_text_scores, config.hidden_dropout if drops is None else drops
             )
@@ -266,10 +277,24 @@ class BertModel(LanguageModel):
             return None
         S = x.shape[0]
         row, place = pooled_tokens // S, pooled_tokens % S
-        pooled = self.pooler(x[place, row])  # [N, H]
+        read = self._means(x, row, place, context.documents) if self._reads_means else x[place, row]  # [N, H]
+        pooled = self.pooler(read)
         key = context.token_dropout_key
         scores: Tensor = head(pooled, None if key is None else replace(key, tokens=key.tokens[row, place]))
         return scores
+
+    def _means(self, x: Tensor, row: Tensor, place: Tensor, documents: PackedSeqParams | None) -> Tensor:
+        """Means [N, H] over the documents of the tokens at ``place`` in ``row``, of hidden states [S/cp, B, H]."""
+        S, B, _ = x.shape
+        groups = self.options.pg_collection
+        whole = S * groups.size("cp")
+        ids, most = torch.zeros(B, whole, dtype=torch.long, device=x.device), 1
+        if documents is not None:
+            # at least two, as in a padded row, so that what ranks of cp exchange does not depend on the lengths of texts
+            ids, most = documents.document_ids(), max(2, *(len(each) for each in documents.rows()))
+        columns = zigzag_positions(whole, groups.size("cp"), groups.rank("cp")).to(x.device)
+        means = document_means(x, ids, most, columns, groups.cp)
+        return means[row, ids[row, columns[place]]].to(x.dtype)
 
     def _first_tokens(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Flat indices of each row's first token, int64 [B]; empty on ranks of cp that do not hold them."""

@@ -1,7 +1,8 @@
 """Heads of an encoder: masked token prediction, classification of a pooled token, and sentence embeddings.
 
     masked token   norm(act(W x + b)), then the output projection over the vocabulary
-    pooled         tanh(W x + b) of the first token, or another activation for a classifier
+    pooled         tanh(W x + b) of the first token; for a classifier also of the mean over a text's tokens, or with
+                   another activation
     classes        W dropout(pooled) + b
 
 Devlin et al. 2019, "BERT", arXiv:1810.04805. Every rank of tp has complete hidden states here, [S, B, H] or some rows
@@ -13,16 +14,21 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megalith.config import TransformerConfig
 from megalith.numerics.dropout import DropoutKey, dropout
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import ReplicatedLinear
+from megalith.topology.collectives import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.mlp import plain_activation
 from megalith.transformer.normalization import Normalization
 
-__all__ = ["ClassificationHead", "MaskedLMTransform", "Pooler", "mean_embeddings", "on_whole_rows"]
+__all__ = ["ClassificationHead", "MaskedLMTransform", "Pooler", "document_means", "mean_embeddings", "on_whole_rows"]
 
 
 def on_whole_rows(options: BuildOptions) -> BuildOptions:
@@ -47,7 +53,7 @@ class MaskedLMTransform(nn.Module):
 
 
 class Pooler(nn.Module):
-    """Computes one vector per text, from its first token."""
+    """Computes one vector per text, from its first token or from the mean over its tokens."""
 
     def __init__(
         self,
@@ -60,7 +66,7 @@ class Pooler(nn.Module):
         self.dense = ReplicatedLinear(H, H, on_whole_rows(options), std=config.init_method_std, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, H] of first tokens -> [N, H]."""
+        """[N, H] -> [N, H]."""
         y: Tensor = self.dense(x)
         return torch.tanh(y) if self.activation == "tanh" else plain_activation(y, self.activation)
 
@@ -85,6 +91,30 @@ class ClassificationHead(nn.Module):
             pooled = dropout(pooled, drops.p, drops.key)
         scores: Tensor = self.linear(pooled)
         return scores
+
+
+def document_means(
+    hidden: Tensor, documents: Tensor, num_documents: int, columns: Tensor, cp_group: ProcessGroup | None
+) -> Tensor:
+    """Averages the hidden states of each document of each row, over the parts of the row on all ranks of ``cp_group``.
+
+    Args:
+        hidden: [S/cp, B, H], the hidden states of this rank's tokens.
+        documents: int64 [B, S], of whole rows: the index of each token's document in its row.
+        num_documents: D, above every index.
+        columns: int64 [S/cp], the positions in the row of this rank's tokens.
+
+    Returns:
+        [B, D, H] in float32, or wider for wider states, the same on all ranks; zeros for an index without a token.
+        Its gradients are summed over the ranks.
+    """
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    numbers = torch.arange(num_documents, device=documents.device)
+    is_of = (documents.unsqueeze(-1) == numbers).to(wide.dtype)  # [B, S, D]
+    # a product rather than index_add, whose order of summation varies on GPUs
+    total = torch.bmm(is_of[:, columns].transpose(1, 2), wide.transpose(0, 1))  # [B, D, H]
+    total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(total, cp_group), cp_group)
+    return total / is_of.sum(dim=1).clamp(min=1).unsqueeze(-1)
 
 
 def mean_embeddings(hidden: Tensor, is_token: Tensor) -> Tensor:

@@ -132,6 +132,10 @@ def test_a_binary_head_is_no_part_of_what_is_written():
             r"bert.classifier_activation must be 'gelu'; got 'tanh'\nto export .* model.bert.classifier_activation",
         ),
         (
+            {"bert": CLASSES | {"classifier_activation": "gelu", "classifier_pooling": "mean"}},
+            r"bert.classifier_pooling must be 'first'; got 'mean'\nto export .* model.bert.classifier_pooling=first",
+        ),
+        (
             {"bert": CLASSES | {"classifier_activation": "gelu", "classifier_dropout": 0.3}},
             r"bert.classifier_dropout must be None; got 0.3",
         ),

@@ -52,6 +52,8 @@ _WAYS_OUT: Mapping[str, str] = MappingProxyType(
         "export a model of another family, train it with model.moe.router.scaling_factor=1, the default",
         "rope.interleaved must be True; got False": "to export a model, train it with model.rope.interleaved=true, as "
         "the recipe bert-tiny does; this only changes which features are paired, not what the model can learn",
+        "bert.classifier_pooling must be ": "to export a model, train it with model.bert.classifier_pooling=first, "
+        "because these classifiers read the first token",
         "bert.classifier_activation must be ": "to export a model, train it with this "
         "model.bert.classifier_activation: the value of model.activation for a classifier with rotary positions, tanh "
         "for any other",

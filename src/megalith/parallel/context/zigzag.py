@@ -23,8 +23,10 @@ def zigzag_spans(seq_length: int, size: int, rank: int) -> list[range]:
     """Returns the positions that ``rank`` of ``size`` holds, in order: two ranges, or one if its chunks are adjacent.
 
     Raises:
-        ShapeError: ``seq_length`` is not divisible by 2 ``size``.
+        ShapeError: ``seq_length`` is not divisible by 2 ``size``, and there is more than one rank.
     """
+    if size == 1:
+        return [range(seq_length)]
     if seq_length % (2 * size):
         raise ShapeError(
             f"context parallelism splits a row into {2 * size} chunks, two per rank, and its length ({seq_length}) "

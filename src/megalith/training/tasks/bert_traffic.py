@@ -4,16 +4,19 @@
     layer       see ``layer_traffic``                                                     4 X
     head        under sequence parallelism, whole rows are gathered once for all heads    1 X in forward
                 the loss of a masked token gathers three numbers, and sums a gradient [H]
+                a classifier that pools means sums those of each row's text and padding over context, [B, 2, H]
 
 The number of masked tokens depends on the text, so their traffic is given per token.
 """
+
+import torch
 
 from megalith.config import BertConfig, RunConfig, TransformerConfig
 from megalith.config.layout import Layout
 from megalith.parallel.sharding.traffic import Weight
 from megalith.parallel.tensor.cross_entropy import loss_traffic
 from megalith.parallel.tensor.regions import enter_traffic
-from megalith.parallel.traffic import Traffic
+from megalith.parallel.traffic import Traffic, collective
 from megalith.training.tasks.layer_traffic import (
     LayerTraffic,
     embedding_weight,
@@ -38,6 +41,7 @@ def bert_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffi
         micro_batch += embedding.forward + embedding.backward
     if stage.has_head:
         micro_batch += parts.enter(S).forward  # all tp ranks compute the same from it: no exchange in backward
+        micro_batch += _means_traffic(config, parts, model.bert)
     for _ in stage.layers:
         micro_batch += parts.layer({"self_attn": parts.self_attention(S), "mlp": parts.feed_forward(S)})
     per_label = Traffic()
@@ -54,6 +58,15 @@ def bert_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffi
         shared={"embedding": embedding_weight(model)} if shares_embedding else {},
         hidden_bytes=parts.hidden_bytes(S),
     )
+
+
+def _means_traffic(config: RunConfig, parts: LayerTraffic, bert: BertConfig) -> Traffic:
+    """Counts the sums over context of pooled means, in forward and backward."""
+    if bert.head == "pretraining" or bert.classifier_pooling == "first":
+        return Traffic()
+    itemsize = torch.promote_types(parts.dtype, torch.float32).itemsize
+    sums = 2 * config.train.micro_batch_size * config.model.hidden_size * itemsize
+    return collective("context", "all_reduce", sums, parts.layout.context, times=2)
 
 
 def _other_weights(model: TransformerConfig, bert: BertConfig, stage: Stage, sequence: bool) -> list[Weight]:

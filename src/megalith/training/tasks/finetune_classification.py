@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained encoder to classify texts, from the pooled first token."""
+"""Fine-tunes a pretrained encoder to classify texts, from a pooled hidden state."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from megalith.training.state import read_class_names
 __all__ = ["classes_at", "settings_from", "usual_settings"]
 
 # settings of model.bert that describe the head
-_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", "classifier_activation")
+_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", "classifier_pooling", "classifier_activation")
 
 
 def classes_at(location: str) -> tuple[str, ...]:
@@ -62,7 +62,8 @@ def _with_head(model: TransformerConfig, wanted: Any) -> TransformerConfig | dic
         return model
     trunk = {name: value for name, value in given_fields(model.bert).items() if name not in _OF_HEADS}
     head = {name: value for name, value in group.items() if name in _OF_HEADS}
-    if "pretraining" not in (model.bert.head, head["head"]):  # a classifier keeps the activation it was trained with
+    if "pretraining" not in (model.bert.head, head["head"]):  # a classifier keeps what it was trained with
+        head.setdefault("classifier_pooling", model.bert.classifier_pooling)
         head.setdefault("classifier_activation", model.bert.classifier_activation)
     std = {"init_method_std": wanted["init_method_std"]} if "init_method_std" in wanted else {}
     return {**given_fields(model), **std, "bert": {**trunk, **head}}

@@ -296,16 +296,17 @@ def test_a_head_for_regression_is_refused_with_a_way_to_its_encoder(kind, tmp_pa
     assert open_folder(tmp_path / "other").config.bert.head == "pretraining"
 
 
-def test_a_classifier_of_theirs_is_trained_on_with_the_activation_that_it_has(tmp_path):
+def test_a_classifier_of_theirs_is_trained_on_with_the_pooling_and_activation_that_it_has(tmp_path):
     config = transformers.RoFormerConfig(
         vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, num_labels=3
     )
     transformers.RoFormerForSequenceClassification(config).save_pretrained(tmp_path / "hf")
     bert = {"num_token_types": 2, "head": "classification", "num_classes": 3}
-    for given, found in (({}, "gelu"), ({"classifier_activation": "relu"}, "relu")):
+    for given, found in (({}, ("first", "gelu")), ({"classifier_pooling": "mean"}, ("mean", "gelu"))):
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": {"bert": bert | given}}))
         model = settings_from(str(tmp_path / "hf"), tmp_path / "recipe.yaml")["model"]
-        assert TransformerConfig(**model).bert.classifier_activation == found
+        read = TransformerConfig(**model).bert
+        assert (read.classifier_pooling, read.classifier_activation) == found
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": {"bert": {"head": "pretraining"}}}))
     assert "classifier_activation" not in settings_from(str(tmp_path / "hf"), tmp_path / "recipe.yaml")["model"]["bert"]
 
