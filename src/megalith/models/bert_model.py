@@ -290,7 +290,7 @@ class BertModel(LanguageModel):
         whole = S * groups.size("cp")
         ids, most = torch.zeros(B, whole, dtype=torch.long, device=x.device), 1
         if documents is not None:
-            # at least two, as in a padded row, so that what ranks of cp exchange does not depend on the lengths of texts
+            # at least two, as in a padded row, so that the exchange over cp does not depend on the lengths of texts
             ids, most = documents.document_ids(), max(2, *(len(each) for each in documents.rows()))
         columns = zigzag_positions(whole, groups.size("cp"), groups.rank("cp")).to(x.device)
         means = document_means(x, ids, most, columns, groups.cp)
