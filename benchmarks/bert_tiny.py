@@ -52,7 +52,7 @@ from megalith.training.inference import evaluate_checkpoint, load_model
 IntArray = npt.NDArray[np.int64]
 _HELD_OUT, _SAMPLES = 0.25, 512
 _PACKAGES, _LINES, _TOKENS = 12, 4, 126
-_EACH = 100  # training passages per package: pretraining is for few labels
+_EACH = 100  # training passages per package: pretraining helps most when labels are few
 _EACH_HELD_OUT = 200
 _WORD = re.compile(r"\b\w\w+\b")
 

@@ -215,32 +215,6 @@ def test_a_classifier_pools_by_the_activation_that_is_set(activation, formula):
     assert_close(model(tokens), pooled @ model.classifier.linear.weight.t() + model.classifier.linear.bias)
 
 
-@pytest.mark.parametrize("way", ["padded", "padded first", "packed"])
-def test_classes_are_scored_from_the_mean_over_a_texts_tokens(way):
-    bert = classifier("classification", classifier_pooling="mean")
-    model = built(config(bert=bert, position_embedding_type="rope", max_position_embeddings=None)).eval()
-    texts = [text["tokens"] for text in sentences()]
-    want, loss = [], torch.zeros(())
-    for tokens in texts:
-        pooled = torch.tanh(model.pooler.dense(model(tokens, output="hidden").mean(dim=1)))  # [1, H]
-        want.append(pooled @ model.classifier.linear.weight.t() + model.classifier.linear.bias)
-        loss = loss + want[-1].square().sum()
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    if way == "packed":
-        documents = PackedSeqParams.from_lengths([LENGTHS])
-        given = {"packed_seq_params": documents, "pooled_tokens": documents.cu_seqlens_q[:-1].long()}
-        found = model(torch.cat(texts, dim=1), position_ids=documents.position_ids(), **given)
-    else:
-        S = max(LENGTHS)
-        tokens, mask = torch.zeros(len(texts), S, dtype=torch.long), torch.zeros(len(texts), S, dtype=torch.bool)
-        for row, text in enumerate(texts):
-            columns = slice(text.shape[1]) if way == "padded" else slice(S - text.shape[1], S)
-            tokens[row, columns], mask[row, columns] = text[0], True
-        found = model(tokens, attention_mask=mask)
-    assert_close(found, torch.cat(want))
-    assert_close(torch.autograd.grad(found.square().sum(), list(model.parameters())), gradients)
-
-
 @pytest.mark.parametrize("pooling", ["first", "mean"])
 def test_choices_are_scored_one_by_one(pooling):
     model = built(config(bert=classifier("multiple_choice", classifier_pooling=pooling))).eval()

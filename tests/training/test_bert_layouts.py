@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megalith.models import language_model
+from megalith.models import heads, language_model
 from megalith.models.bert_model import BertModel
 from megalith.parallel import parameters
 from megalith.topology import collectives
@@ -141,6 +141,10 @@ def pool_the_first_token_of_every_rank() -> Any:
         return forward(self, x, pooled_tokens - pooled_tokens % x.shape[0], context)
 
     return patch.object(BertModel, "_of_texts", own)
+
+
+def average_a_ranks_part_of_a_text() -> Any:
+    return patch.object(heads, "reduce_from_tensor_model_parallel_region", lambda x, group: x)
 
 
 SEQUENCE = {"tensor": 2, "sequence": True}

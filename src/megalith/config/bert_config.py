@@ -39,8 +39,8 @@ class BertConfig(SettingsGroup):
     )
     classifier_pooling: Literal["first", "mean"] = Field(
         default="first",
-        description="what the classifier reads of a text: its first token, or the mean over its tokens (as in "
-        "ModernBERT), which needs fewer labels after pretraining without a binary head",
+        description="what represents a text for the classifier: its first token, or the mean over all its tokens "
+        "including special ones (as in ModernBERT), which needs fewer labels after pretraining without a binary head",
     )
     classifier_activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = Field(
         default="tanh",

@@ -101,7 +101,7 @@ class BertModel(LanguageModel):
         self.lm_transform: MaskedLMTransform | None = None
         self.lm_head: ColumnParallelLinear | None = None
         self.pooler: Pooler | None = None
-        self._reads_means = False  # the pooler, rather than first tokens
+        self._reads_means = False  # whether the pooler reads means instead of first tokens
         self.binary_head: ClassificationHead | None = None
         self.classifier: ClassificationHead | None = None
         if self.stage.has_head:
@@ -142,7 +142,7 @@ class BertModel(LanguageModel):
             packed_seq_params: document boundaries in whole rows, in place of ``attention_mask``.
             pooled_tokens: int64 [N], flat indices b * S + s of the tokens to pool; by default each row's first one that
                 is not padding. Under context parallelism, those on this rank, by default none except on rank 0. With
-                ``classifier_pooling="mean"`` the mean over the token's document is pooled.
+                ``classifier_pooling="mean"`` the mean over the token's whole document is pooled.
             dropout_key: as in ``GPTModel``; for tokens [B, choices, S] its token ids are [B * choices, S].
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: the previous stage's output.
             output: what to return: the head's predictions, the hidden states, or ``mean_embeddings`` of each row.
@@ -288,11 +288,12 @@ class BertModel(LanguageModel):
         S, B, _ = x.shape
         groups = self.options.pg_collection
         whole = S * groups.size("cp")
-        ids, most = torch.zeros(B, whole, dtype=torch.long, device=x.device), 1
+        ids, rows = torch.zeros(B, whole, dtype=torch.long, device=x.device), list[list[tuple[int, int]]]()
         if documents is not None:
-            # at least two, as in a padded row, so that the exchange over cp does not depend on the lengths of texts
-            ids, most = documents.document_ids(), max(2, *(len(each) for each in documents.rows()))
-        columns = zigzag_positions(whole, groups.size("cp"), groups.rank("cp")).to(x.device)
+            ids, rows = documents.document_ids(), documents.rows()
+        # a text and its padding, or more: what ranks of cp exchange does not depend on whether texts fill their rows
+        most = max([2, *map(len, rows)])
+        columns = zigzag_positions(whole, groups.size("cp"), groups.rank("cp"), x.device)
         means = document_means(x, ids, most, columns, groups.cp)
         return means[row, ids[row, columns[place]]].to(x.dtype)
 

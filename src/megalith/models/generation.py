@@ -204,7 +204,7 @@ class _Rows:
         positions = torch.arange(S).expand(B, S) - torch.tensor(self.pads).unsqueeze(1)
         longest = _num_positions(self.pipeline.chunks[0])
         self.positions = positions.clamp(0, S if longest is None else longest - 1).to(self.device)  # [B, S]
-        self.mine = (torch.arange(S) if cp == 1 else zigzag_positions(S, cp, groups.rank("cp"))).to(self.device)
+        self.mine = zigzag_positions(S, cp, groups.rank("cp"), self.device)
         # for the tokens of columns [end, S); each column's position in its text is one more than the previous column's
         self.numbers = uniform_numbers(self.seeds, self.positions[:, self.end - 1 : -1] + 1)  # [B, S - end]
         self.first_number = self.end

@@ -1,7 +1,7 @@
 """Heads of an encoder: masked token prediction, classification of a pooled token, and sentence embeddings.
 
     masked token   norm(act(W x + b)), then the output projection over the vocabulary
-    pooled         tanh(W x + b) of the first token; for a classifier also of the mean over a text's tokens, or with
+    pooled         tanh(W x + b) of the first token; a classifier may pool the mean over a text's tokens instead, or use
                    another activation
     classes        W dropout(pooled) + b
 
@@ -97,6 +97,8 @@ def document_means(
     hidden: Tensor, documents: Tensor, num_documents: int, columns: Tensor, cp_group: ProcessGroup | None
 ) -> Tensor:
     """Averages the hidden states of each document of each row, over the parts of the row on all ranks of ``cp_group``.
+
+    Special tokens count like all others. An infinite or NaN state makes the means of its whole row NaN.
 
     Args:
         hidden: [S/cp, B, H], the hidden states of this rank's tokens.

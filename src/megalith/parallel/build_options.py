@@ -26,8 +26,8 @@ class BuildOptions:
 
     Attributes:
         sequence_parallel: activations between layers are [S/tp, B, H]. Always off if tp is 1.
-        matrix_product: used by every linear layer, including the output projection; for example an 8-bit product. By
-            default the value of torch's, and faster on some CPUs.
+        matrix_product: used by every linear layer, including the output projection; for example an 8-bit product. The
+            default equals torch.nn.functional.linear in every bit, and is faster on some CPUs.
         context_method: how the ranks of cp exchange keys and values.
         fused_linear_cross_entropy: fuses the loss with the output projection, so that the logits of all tokens are
             never materialized.

@@ -11,6 +11,7 @@ from tests.insight.verify.proofs import Fault, begin, found_with
 from tests.training import test_t5_layouts as t5
 from tests.training.test_bert_layouts import (
     BERT,
+    average_a_ranks_part_of_a_text,
     count_positions_from_each_ranks_first_token,
     draw_masks_by_the_rank,
     let_tokens_attend_to_padding,
@@ -32,6 +33,10 @@ CLASSIFICATION = {
     "model": {**PRETRAINING["model"], "bert": CLASSES},
     "data": {"train": "nowhere", "seq_length": 64},
 }
+MEANS = {
+    **CLASSIFICATION,
+    "model": {**PRETRAINING["model"], "bert": {**CLASSES, "classifier_pooling": "mean"}},
+}
 SPANS = {**PRETRAINING, "model": {**t5.T5, "num_attention_heads": 8, "num_query_groups": 8, "num_layers": 4}}
 # the only weight that stages share is the position-bias table of a stack that is split across stages
 UNTIED = {**SPANS, "model": {**SPANS["model"], "tie_word_embeddings": False, "multipliers": {}}}
@@ -45,6 +50,7 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any], Fault]] = {
     "pretraining, tied embedding": (PRETRAINING, {"pipeline": 2}, keep_the_gradients_of_tied_embeddings_apart),
     "pretraining, head": (PRETRAINING, SEQUENCE, sum_the_gradients_of_a_head_that_is_whole_on_every_rank),
     "classification, positions": (CLASSIFICATION, {"context": 2}, count_positions_from_each_ranks_first_token),
+    "classification, means": (MEANS, {"context": 2}, average_a_ranks_part_of_a_text),
     "classification, masks": (CLASSIFICATION, SEQUENCE, draw_masks_by_the_rank),
     "T5, tables": (UNTIED, {"pipeline": 2, "stage_layers": [2, 5]}, t5.forget_to_sum_the_tables_of_stages),
     "T5, padding": (SPANS, {"shard": 2}, t5.let_the_decoder_attend_to_padding),

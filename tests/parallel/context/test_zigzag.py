@@ -21,7 +21,7 @@ def test_a_rank_holds_an_early_chunk_and_its_partner_from_the_end():
 def test_chunks_that_are_neighbours_are_one_range():
     assert zigzag_spans(16, 4, 3) == [range(6, 10)]
     assert zigzag_spans(16, 4, 0) == [range(2), range(14, 16)]
-    assert zigzag_spans(16, 1, 0) == [range(16)]
+    assert zigzag_spans(17, 1, 0) == [range(17)]  # one rank splits nothing
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -167,6 +167,30 @@ def test_a_pretrained_encoder_is_loaded_without_its_head(parallel, tmp_path):
             torch.testing.assert_close(kept[name], weight, rtol=0.0, atol=1e-27)  # after a step at lr 1e-30
 
 
+@pytest.mark.parametrize(
+    ("trained_on", "wanted", "found"),
+    [
+        ({"binary_head": True}, {"classifier_pooling": "mean", "classifier_activation": "relu"}, ("first", "tanh")),
+        ({"binary_head": False}, {"classifier_pooling": "mean", "classifier_activation": "relu"}, ("mean", "relu")),
+        ({"classifier_pooling": "mean", "classifier_activation": "gelu"}, {}, ("mean", "gelu")),
+        ({"classifier_pooling": "mean"}, {"classifier_pooling": "first"}, ("mean", "tanh")),
+    ],
+)
+def test_a_pooler_that_was_trained_keeps_what_it_reads(trained_on, wanted, found, tmp_path):
+    make = masked_settings if "binary_head" in trained_on else labelled_settings
+    source = make(tmp_path, train={"steps": 1})
+    source["model"] = {**source["model"], "bert": {**source["model"]["bert"], **trained_on}}
+    ranks(1, trained, source, 1)
+    tree = labelled_settings(tmp_path)
+    tree["model"]["bert"] |= wanted
+    (tmp_path / "wanted.yaml").write_text(yaml.safe_dump(tree))
+    read = load_run(settings_from(source["run"], tmp_path / "wanted.yaml")).model.bert
+    assert read is not None
+    assert (read.classifier_pooling, read.classifier_activation) == found
+    (tmp_path / "wanted.yaml").write_text(yaml.safe_dump({"model": {"bert": {"head": "pretraining"}}}))
+    assert "classifier_pooling" not in settings_from(source["run"], tmp_path / "wanted.yaml")["model"]["bert"]
+
+
 def beginning(tree: dict[str, Any], world_size: int) -> tuple[list[str], dict[str, torch.Tensor]]:
     """What a run says before its first step, and the weights of its pooler and classifier, from all ranks."""
     run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))

@@ -140,8 +140,7 @@ class _ModuleRecorder:
         shares = microbatch_sample_ids(consumed, *sizes, groups.rank("dp"), groups.size("dp"))
         samples = torch.tensor(shares[self._forwards[consumed, chunk]])
         self._forwards[consumed, chunk] += 1
-        cp = groups.size("cp")
-        positions = (torch.arange(S) if cp == 1 else zigzag_positions(S, cp, groups.rank("cp")) for S in lengths)
+        positions = (zigzag_positions(S, groups.size("cp"), groups.rank("cp")) for S in lengths)
         starts = accumulate(lengths[:-1], initial=0)
         self._rows = tuple(
             samples * sum(lengths) + start + of_row.unsqueeze(1)

@@ -38,10 +38,10 @@ def zigzag_spans(seq_length: int, size: int, rank: int) -> list[range]:
     return [range(early.start, late.stop)] if early.stop == late.start else [early, late]
 
 
-def zigzag_positions(seq_length: int, size: int, rank: int) -> Tensor:
+def zigzag_positions(seq_length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
     """Returns int64 [S/cp], the positions that ``rank`` holds, in order. Raises ShapeError like ``zigzag_spans``."""
     spans = zigzag_spans(seq_length, size, rank)
-    return torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 
 
 def zigzag_join(parts: Tensor, size: int) -> Tensor:

@@ -4,7 +4,8 @@
     layer       see ``layer_traffic``                                                     4 X
     head        under sequence parallelism, whole rows are gathered once for all heads    1 X in forward
                 the loss of a masked token gathers three numbers, and sums a gradient [H]
-                a classifier that pools means sums those of each row's text and padding over context, [B, 2, H]
+                a classifier that pools means sums those of each row's text, and of the padding after it, over
+                context: [B, 2, H]
 
 The number of masked tokens depends on the text, so their traffic is given per token.
 """

@@ -31,7 +31,8 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
     """Returns settings for ``load_run``: those of ``source``, with the model at ``location``, whose weights it loads.
 
     If ``source`` names the head of an encoder (``model.bert.head``), it replaces the model's own, and
-    ``model.init_method_std`` of ``source`` is the size of its initial weights.
+    ``model.init_method_std`` of ``source`` is the size of its initial weights. But a pooler of the model's own keeps
+    the pooling and activation it was trained with, which ``source`` only sets for a new one.
 
     Args:
         location: a Hugging Face model folder, a run's folder, or a checkpoint of Megalith or Megatron-Core.
@@ -62,9 +63,9 @@ def _with_head(model: TransformerConfig, wanted: Any) -> TransformerConfig | dic
         return model
     trunk = {name: value for name, value in given_fields(model.bert).items() if name not in _OF_HEADS}
     head = {name: value for name, value in group.items() if name in _OF_HEADS}
-    if "pretraining" not in (model.bert.head, head["head"]):  # a classifier keeps what it was trained with
-        head.setdefault("classifier_pooling", model.bert.classifier_pooling)
-        head.setdefault("classifier_activation", model.bert.classifier_activation)
+    if model.bert.num_text_scores and head["head"] != "pretraining":  # the model has a pooler
+        head["classifier_pooling"] = model.bert.classifier_pooling
+        head["classifier_activation"] = model.bert.classifier_activation
     std = {"init_method_std": wanted["init_method_std"]} if "init_method_std" in wanted else {}
     return {**given_fields(model), **std, "bert": {**trunk, **head}}
 
