@@ -140,9 +140,8 @@ class BertModel(LanguageModel):
             attention_mask: bool [B, S], False for padding, which may not lie between tokens. By default no padding.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
             packed_seq_params: document boundaries in whole rows, in place of ``attention_mask``.
-            pooled_tokens: int64 [N], flat indices b * S + s of the tokens to pool; by default each row's first one that
-                is not padding. Under context parallelism, those on this rank, by default none except on rank 0. With
-                ``classifier_pooling="mean"`` the mean over the token's whole document is pooled.
+            pooled_tokens: int64 [N], flat indices b * S + s of the tokens to pool, or whose documents to average; by
+                default each row's first one that is not padding. Under context parallelism, those on this rank.
             dropout_key: as in ``GPTModel``; for tokens [B, choices, S] its token ids are [B * choices, S].
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: the previous stage's output.
             output: what to return: the head's predictions, the hidden states, or ``mean_embeddings`` of each row.
