@@ -65,6 +65,9 @@ def _uses(imported: "Imported", out: Path) -> list[str]:
         prompt = '--prompt "Once"' if model.t5 is None else '--special-tokens --prompt "Once <extra_id_0> name."'
         return [train] if imported.tokenizer is None else [f"megalith generate {out} {prompt}", train]
     tune = f"megalith train classification-tiny --from {out} data.train=PREFIX model.bert.num_classes=N"
+    if not model.bert.num_text_scores:  # a new pooler as in Hugging Face's classifiers, so that it can be exported
+        tune += " model.bert.classifier_pooling=first"
+        tune += "" if model.rope is None else f" model.bert.classifier_activation={model.activation}"
     # evaluation needs the run's tokenizer, and no built-in task has the head for multiple choice
     has_loss = imported.tokenizer is not None and model.bert.head != "multiple_choice"
     return [f"megalith eval {out} --data PREFIX", tune] if has_loss else [tune]

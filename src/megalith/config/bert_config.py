@@ -35,17 +35,16 @@ class BertConfig(SettingsGroup):
         default=None,
         ge=0,
         lt=1,
-        description="[probability] of dropping a feature of the pooled token; null: model.hidden_dropout",
+        description="[probability] of dropping a feature of the pooled state; null: model.hidden_dropout",
     )
     classifier_pooling: Literal["first", "mean"] = Field(
         default="first",
         description="what represents a text for the classifier: its first token, or the mean over all its tokens "
-        "including special ones (as in ModernBERT), which needs fewer labels after pretraining without a binary head",
+        "including special ones (as in ModernBERT)",
     )
     classifier_activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = Field(
         default="tanh",
-        description="activation after the linear layer that pools a token for the classifier; RoFormer uses "
-        "model.activation",
+        description="activation after the pooler's linear layer; RoFormer uses model.activation",
     )
     position_offset: int = Field(
         default=0,
@@ -56,7 +55,7 @@ class BertConfig(SettingsGroup):
 
     @property
     def num_text_scores(self) -> int:
-        """The number of scores that the model gives a text from its pooled token; 0 without a head for that."""
+        """The number of scores that the model gives a text from its pooled state; 0 without a head for that."""
         if self.head == "pretraining":
             return 2 if self.binary_head else 0  # in order or swapped
         return 1 if self.num_classes is None else self.num_classes  # of a choice; of each class

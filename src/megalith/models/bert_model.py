@@ -141,7 +141,7 @@ class BertModel(LanguageModel):
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
             packed_seq_params: document boundaries in whole rows, in place of ``attention_mask``.
             pooled_tokens: int64 [N], flat indices b * S + s of the tokens to pool, or whose documents to average; by
-                default each row's first one that is not padding. Under context parallelism, those on this rank.
+                default each row's first one that is not padding. With cp, those on this rank; by default rank 0's.
             dropout_key: as in ``GPTModel``; for tokens [B, choices, S] its token ids are [B * choices, S].
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: the previous stage's output.
             output: what to return: the head's predictions, the hidden states, or ``mean_embeddings`` of each row.

@@ -1,4 +1,4 @@
-"""Heads of an encoder: masked token prediction, classification of a pooled token, and sentence embeddings.
+"""Heads of an encoder: masked token prediction, classification of a text, and sentence embeddings.
 
     masked token   norm(act(W x + b)), then the output projection over the vocabulary
     pooled         tanh(W x + b) of the first token; a classifier may pool the mean over a text's tokens instead, or use
@@ -98,7 +98,7 @@ def document_means(
 ) -> Tensor:
     """Averages the hidden states of each document of each row, over the parts of the row on all ranks of ``cp_group``.
 
-    Special tokens count like all others. An infinite or NaN state makes the means of its whole row NaN.
+    Special tokens count like all others. An infinite or NaN feature makes those means of its whole row infinite or NaN.
 
     Args:
         hidden: [S/cp, B, H], the hidden states of this rank's tokens.

@@ -47,8 +47,8 @@ def test_it_is_the_loss_of_linear_with_sums_in_float32(dtype, num_words, path, d
     terms = (exact.abs() @ words.abs(), exact.abs().t() @ rows.abs(), exact.abs().sum(dim=0))
     eps = torch.finfo(dtype).eps
     for value, expected, of_terms in zip(got, wanted, terms, strict=True):
-        # float32: either of the two logits, up to 10 (the cap), may be off by 10 eps, and its probability by as much;
-        # 16 bits: two roundings, of a chunk's product, and of the sum of chunks
+        # float32: a logit of up to 10 (the cap) is rounded by up to 10 eps in either computation, and its probability
+        # changes by that fraction; 16 bits: two roundings, of a chunk's product, and of the sum of chunks
         allowed = 20 * of_terms if dtype == torch.float32 else 2 * (expected.abs() + expected.abs().mean())
         assert ((value.detach().double().view_as(expected) - expected).abs() <= eps * allowed).all()
 

@@ -39,6 +39,7 @@ from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory, differences
 
 CLASSES = {"colour": ("red", "green"), "number": ("one", "two"), "place": ("house", "river")}
+POOLING = ("classifier_pooling", "classifier_activation")
 POOLED = ("pooler.dense", "classifier.linear")
 
 
@@ -176,7 +177,7 @@ def test_a_pretrained_encoder_is_loaded_without_its_head(parallel, tmp_path):
         ({"classifier_pooling": "mean"}, {"classifier_pooling": "first"}, ("mean", "tanh")),
     ],
 )
-def test_a_pooler_that_was_trained_keeps_what_it_reads(trained_on, wanted, found, tmp_path):
+def test_a_pooler_that_was_trained_keeps_what_it_reads(trained_on, wanted, found, tmp_path, caplog):
     make = masked_settings if "binary_head" in trained_on else labelled_settings
     source = make(tmp_path, train={"steps": 1})
     source["model"] = {**source["model"], "bert": {**source["model"]["bert"], **trained_on}}
@@ -187,6 +188,8 @@ def test_a_pooler_that_was_trained_keeps_what_it_reads(trained_on, wanted, found
     read = load_run(settings_from(source["run"], tmp_path / "wanted.yaml")).model.bert
     assert read is not None
     assert (read.classifier_pooling, read.classifier_activation) == found
+    is_told = found != tuple(wanted.get(name, value) for name, value in zip(POOLING, found, strict=True))
+    assert ("model.bert.classifier_pooling is " in caplog.text) == is_told
     (tmp_path / "wanted.yaml").write_text(yaml.safe_dump({"model": {"bert": {"head": "pretraining"}}}))
     assert "classifier_pooling" not in settings_from(source["run"], tmp_path / "wanted.yaml")["model"]["bert"]
 

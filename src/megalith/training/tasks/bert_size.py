@@ -1,7 +1,7 @@
 """The training cost of a BERT row, in closed form from the settings.
 
 Layers cost as in ``gpt_size``, with attention to all S positions. For a row of S tokens of which P are predicted, the
-head costs 3 x 2 P (H H + V H), and the pooled token's head 3 x 2 (H H + C H), for V words and C classes.
+head costs 3 x 2 P (H H + V H), and the pooler with its head 3 x 2 (H H + C H), for V words and C classes.
 """
 
 from megalith.config import TransformerConfig

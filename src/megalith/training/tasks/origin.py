@@ -1,5 +1,7 @@
 """What is taken from a trained model: its architecture, and where its weights are; or the names of its classes."""
 
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,11 @@ from megalith.training.state import read_class_names
 
 __all__ = ["classes_at", "settings_from", "usual_settings"]
 
+log = logging.getLogger(__name__)
+
 # settings of model.bert that describe the head
-_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", "classifier_pooling", "classifier_activation")
+_OF_POOLERS = ("classifier_pooling", "classifier_activation")
+_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", *_OF_POOLERS)
 
 
 def classes_at(location: str) -> tuple[str, ...]:
@@ -31,8 +36,9 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
     """Returns settings for ``load_run``: those of ``source``, with the model at ``location``, whose weights it loads.
 
     If ``source`` names the head of an encoder (``model.bert.head``), it replaces the model's own, and
-    ``model.init_method_std`` of ``source`` is the size of its initial weights. But a pooler of the model's own keeps
-    the pooling and activation it was trained with, which ``source`` only sets for a new one.
+    ``model.init_method_std`` of ``source`` is the size of its initial weights. But if the model has a pooler, it keeps
+    the pooling and activation it was trained with, and a warning says so if ``source`` has others; overrides of the
+    result still change them.
 
     Args:
         location: a Hugging Face model folder, a run's folder, or a checkpoint of Megalith or Megatron-Core.
@@ -53,10 +59,10 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
     if source is None:
         return {**usual, "load": str(load)}
     settings = read_tree(source)
-    return {**settings, "model": _with_head(model, settings.get("model")), "load": str(load)}
+    return {**settings, "model": _with_head(model, settings.get("model"), location), "load": str(load)}
 
 
-def _with_head(model: TransformerConfig, wanted: Any) -> TransformerConfig | dict[str, Any]:
+def _with_head(model: TransformerConfig, wanted: Any, location: str) -> TransformerConfig | dict[str, Any]:
     """Returns ``model`` with the head that the model settings ``wanted`` name; unchanged if they name none."""
     group = wanted.get("bert") if isinstance(wanted, Mapping) else None
     if model.bert is None or not isinstance(group, Mapping) or group.get("head") is None:
@@ -64,8 +70,17 @@ def _with_head(model: TransformerConfig, wanted: Any) -> TransformerConfig | dic
     trunk = {name: value for name, value in given_fields(model.bert).items() if name not in _OF_HEADS}
     head = {name: value for name, value in group.items() if name in _OF_HEADS}
     if model.bert.num_text_scores and head["head"] != "pretraining":  # the model has a pooler
-        head["classifier_pooling"] = model.bert.classifier_pooling
-        head["classifier_activation"] = model.bert.classifier_activation
+        for name in _OF_POOLERS:
+            kept = getattr(model.bert, name)
+            if head.get(name, kept) != kept and os.environ.get("RANK", "0") == "0":
+                log.warning(
+                    "model.bert.%s is %s, with which the pooler of %s was trained; to change it, set it on the command "
+                    "line",
+                    name,
+                    kept,
+                    location,
+                )
+            head[name] = kept
     std = {"init_method_std": wanted["init_method_std"]} if "init_method_std" in wanted else {}
     return {**given_fields(model), **std, "bert": {**trunk, **head}}
 
