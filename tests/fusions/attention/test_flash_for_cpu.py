@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from megalith.fusions import fused_attention, merge_attention
 from megalith.fusions.attention import flash_for_cpu, products_for_cpu
 from megalith.fusions.attention.attention import attention_gradients
-from megalith.fusions.attention.products_for_cpu import gradients_by_products
 from megalith.packed_seq_params import PackedSeqParams
 from tests.fusions.attention.cases_of_attention import formula
+from tests.fusions.attention.cpus import AMX, AVX512_BF16, CPUS, NEITHER, lengths_given_to_products, pretend
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +30,13 @@ def test_values_of_any_head_size_are_in_the_memory_that_the_compiler_is_told_of(
     torch.library.opcheck(torch.ops.megalith.attention_for_cpu.default, inputs)
 
 
-# float16, and without AMX bfloat16, are widened
+# float16, and without AMX bfloat16, are widened or computed by products
 @pytest.mark.parametrize(("dtype", "S"), [(torch.float32, 33), (torch.bfloat16, 257)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_it_is_torchs_attention_bit_for_bit(dtype, S, causal, G, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    pretend(monkeypatch, AMX)
+    monkeypatch.setattr(flash_for_cpu, "_FEWEST_QUERIES", 10_000)  # no products
     leaves = [torch.randn(S, 2, heads, 16).to(dtype).requires_grad_() for heads in (4, G, G)]
     out, _ = fused_attention(*leaves, causal=causal)
     heads_first = (x.permute(1, 2, 0, 3) for x in leaves)
@@ -46,10 +47,12 @@ def test_it_is_torchs_attention_bit_for_bit(dtype, S, causal, G, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("S", "amx", "widened"), [(257, True, False), (32, True, True), (257, False, True), (191, False, True)]
+    ("S", "cpu", "widened"),
+    [(257, AMX, False), (32, AMX, True), (257, AVX512_BF16, False), (32, AVX512_BF16, True), (257, NEITHER, True)],
 )
-def test_the_backward_of_bfloat16_is_that_of_float32_where_it_is_faster(S, amx, widened, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
+def test_the_backward_of_bfloat16_is_that_of_float32_where_it_is_faster(S, cpu, widened, monkeypatch):
+    pretend(monkeypatch, cpu)
+    monkeypatch.setattr(flash_for_cpu, "_FEWEST_QUERIES", 10_000)  # no products
     q, k, v = (x.bfloat16().requires_grad_() for x in torch.randn(3, S, 2, 4, 16))
     out, lse = fused_attention(q, k, v)
     dout = torch.randn(out.shape).bfloat16()
@@ -67,10 +70,10 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("amx", [True, False], ids=["AMX", "no AMX"])
+@pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("name", ROWS)
-def test_gradients_of_tiles_in_bfloat16_and_float32_match_float64(name, amx, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
+def test_gradients_of_tiles_in_bfloat16_and_float32_match_float64(name, cpu, monkeypatch):
+    pretend(monkeypatch, cpu)
     of_ours, of_formula = ROWS[name]
     leaves = [x.bfloat16().requires_grad_() for x in torch.randn(3, 300, 1, 2, 16)]
     exact = [x.detach().double().requires_grad_() for x in leaves]
@@ -83,19 +86,6 @@ def test_gradients_of_tiles_in_bfloat16_and_float32_match_float64(name, amx, mon
     want = torch.autograd.grad((want_out, want_lse), exact, (dout.double(), dlse.double()))
     for a, b in zip((out, lse, *got), (want_out, want_lse, *want), strict=True):
         assert (a.double() - b).norm() <= 6e-3 * b.norm()
-
-
-def lengths_given_to_products(monkeypatch, fewest_matrices=1):
-    """A list that grows by the number of queries with each call of ``gradients_by_products``."""
-    lengths = []
-
-    def recorded(*operands, **options):
-        lengths.append(len(operands[2]))
-        return gradients_by_products(*operands, **options)
-
-    monkeypatch.setattr(flash_for_cpu, "gradients_by_products", recorded)
-    monkeypatch.setattr(flash_for_cpu, "_FEWEST_MATRICES", fewest_matrices)
-    return lengths
 
 
 SHORT = {  # tokens, dtype, heads of keys, size of v's heads
@@ -111,7 +101,7 @@ SHORT = {  # tokens, dtype, heads of keys, size of v's heads
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", SHORT)
 def test_gradients_of_short_rows_are_products_that_match_float64(name, causal, has_sink, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    pretend(monkeypatch, AMX)
     monkeypatch.setattr(products_for_cpu, "_ELEMENTS", 99 * 99 * 5)  # several heads at once, but not all
     calls = lengths_given_to_products(monkeypatch)
     S, dtype, G, Dv = SHORT[name]
@@ -153,24 +143,24 @@ def test_gradients_of_short_rows_are_exact_where_terms_nearly_cancel(causal, dty
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("dtype", "amx"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_rows_are_short_within_measured_lengths(dtype, amx, causal, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
+@pytest.mark.parametrize(("dtype", "cpu"), [(torch.float32, AMX), *((torch.bfloat16, cpu) for cpu in CPUS)], ids=str)
+def test_rows_are_short_within_measured_lengths(dtype, cpu, causal, monkeypatch):
+    pretend(monkeypatch, cpu)
     calls = lengths_given_to_products(monkeypatch)
     lengths = [95, 96, 191, 192, 255, 256, 640, 641, 704, 705]
     for S in lengths:
         q = torch.randn(S, 1, 1, 8).to(dtype).requires_grad_()
         fused_attention(q, q, q, causal=causal, backend="aten")[0].sum().backward()
     of_any_rows = [96, 191, 256, 640] if causal else [96, 191]
-    assert calls == (lengths[1:-1] if dtype == torch.bfloat16 and amx else of_any_rows)
+    assert calls == (lengths[1:-1] if dtype == torch.bfloat16 and cpu != NEITHER else of_any_rows)
 
 
-@pytest.mark.parametrize("amx", [True, False], ids=["AMX", "no AMX"])
+@pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_sink", [True, False], ids=["sink", "no sink"])
 @pytest.mark.parametrize("G", [1, 2, 6])
-def test_gradients_of_blocks_of_causal_rows_add_up(G, has_sink, dtype, amx, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: amx)
+def test_gradients_of_blocks_of_causal_rows_add_up(G, has_sink, dtype, cpu, monkeypatch):
+    pretend(monkeypatch, cpu)
     monkeypatch.setattr(products_for_cpu, "_QUERIES", 60)  # blocks of 60, 60 and 30 of 150 queries
     monkeypatch.setattr(products_for_cpu, "_ELEMENTS", 60 * 150 * 4)
     calls = lengths_given_to_products(monkeypatch)
@@ -203,7 +193,7 @@ def differentiate(dtype):
 
 
 @pytest.mark.parametrize("precision", ["none", "ieee", "bf16"])
-def test_operands_are_rounded_in_bfloat16_with_amx_alone_and_the_setting_is_put_back(precision, onednn, monkeypatch):
+def test_operands_are_rounded_in_bfloat16_alone_and_the_setting_is_put_back(precision, onednn, monkeypatch):
     onednn.matmul.fp32_precision = precision
     found, compute = [], products_for_cpu._gradients_
 
@@ -212,15 +202,15 @@ def test_operands_are_rounded_in_bfloat16_with_amx_alone_and_the_setting_is_put_
         compute(*operands, **options)
 
     monkeypatch.setattr(products_for_cpu, "_gradients_", recorded)
-    for dtype, amx in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)):
-        monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda amx=amx: amx)
+    for dtype, cpu in (*((torch.bfloat16, cpu) for cpu in CPUS), (torch.float32, AMX)):
+        pretend(monkeypatch, cpu)
         differentiate(dtype)
         assert onednn.matmul.fp32_precision == precision
-    assert found == ["bf16", "ieee", "ieee"]
+    assert found == ["bf16", "bf16", "ieee", "ieee"]
 
 
 def test_an_inherited_setting_stays_inherited(onednn, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    pretend(monkeypatch, AMX)
     onednn.fp32_precision = "ieee"
     differentiate(torch.bfloat16)
     onednn.fp32_precision = "bf16"
@@ -228,7 +218,7 @@ def test_an_inherited_setting_stays_inherited(onednn, monkeypatch):
 
 
 def test_the_setting_is_put_back_after_an_error(onednn, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    pretend(monkeypatch, AMX)
     monkeypatch.setattr(products_for_cpu, "_gradients_", lambda *_, **__: 1 / 0)
     before = onednn.matmul.fp32_precision
     with pytest.raises(ZeroDivisionError):
@@ -237,7 +227,7 @@ def test_the_setting_is_put_back_after_an_error(onednn, monkeypatch):
 
 
 def test_the_setting_is_put_back_after_backwards_in_two_threads(onednn, monkeypatch):
-    monkeypatch.setattr(flash_for_cpu, "_has_amx", lambda: True)
+    pretend(monkeypatch, AMX)
     before = onednn.matmul.fp32_precision
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(differentiate, torch.bfloat16) for _ in range(40)]:
@@ -274,8 +264,8 @@ def test_documents_in_the_same_place_of_successive_rows_are_one_tile(monkeypatch
         (slice(3, 6), 0, 110),
         (slice(3, 6), 110, 120),
     ]
-    calls = lengths_given_to_products(monkeypatch, fewest_matrices=flash_for_cpu._FEWEST_MATRICES)
-    for num_heads, lengths in ((5, []), (6, [110]), (8, [100, 110])):  # at least 16 of two or three rows
+    calls = lengths_given_to_products(monkeypatch, flash_for_cpu._FEWEST_QUERIES)
+    for num_heads, lengths in ((4, []), (5, [110]), (8, [100, 110])):  # at least 1536 queries in two or three rows
         q = torch.randn(120, 6, num_heads, 8, requires_grad=True)
         fused_attention(q, q, q, packed_seq_params=PackedSeqParams.from_lengths(PACKED))[0].sum().backward()
         assert calls == lengths
@@ -307,14 +297,14 @@ def test_gradients_of_short_rows_over_some_of_the_keys_belong_to_attention_over_
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("Dv", [16, 24])
-@pytest.mark.parametrize("fewest_matrices", [1, 16])
-def test_gradients_of_short_documents_match_those_of_each_alone(fewest_matrices, Dv, causal, monkeypatch):
-    calls = lengths_given_to_products(monkeypatch, fewest_matrices)
+@pytest.mark.parametrize("fewest_queries", [1, 1800])
+def test_gradients_of_short_documents_match_those_of_each_alone(fewest_queries, Dv, causal, monkeypatch):
+    calls = lengths_given_to_products(monkeypatch, fewest_queries)
     q, k, v = (torch.randn(120, 6, *heads, requires_grad=True) for heads in ((6, 16), (6, 16), (6, Dv)))
     out, lse = fused_attention(q, k, v, causal=causal, packed_seq_params=PackedSeqParams.from_lengths(PACKED))
     dout, dlse = torch.randn(out.shape), torch.randn(lse.shape)
     got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-    assert calls == ([100, 100, 110] if fewest_matrices == 1 else [110])
+    assert calls == ([100, 100, 110] if fewest_queries == 1 else [110])
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     for row, lengths in enumerate(PACKED):
         for part in (slice(0, lengths[0]), slice(lengths[0], 120)):

@@ -7,8 +7,10 @@ no query sees are in no tile, and cost nothing. For queries after a cache, docum
 call for each row would cost more than it saves.
 
 float16 is widened to float32: that is faster than torch's float16 kernels, which also accumulate the gradient of v in
-16 bits. ``products_for_cpu`` computes the backward of short rows and documents, where torch's kernel is slower. The
-other backwards of bfloat16 are computed in float32 if that is faster: for fewer than 192 queries, and without AMX.
+16 bits. ``products_for_cpu`` computes the backward of short rows and documents, where torch's kernel is slower, and the
+forward of bfloat16 where torch's kernel multiplies in float32 even so: on a CPU with instructions for bfloat16, but
+without AMX. The other backwards of bfloat16 are computed in float32 if that is faster: for fewer than 192 queries, and
+without instructions for bfloat16.
 
 torch's kernels require one head size for q, k and v, and do not differentiate the log-sum-exp. Smaller heads are padded
 with zero columns. Backward adds two more columns, ones in v and dlse in dout, so that dout v^T becomes dout v^T + dlse,
@@ -25,7 +27,11 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.attention.formulas import GivenToBackward, Seen, operator, sink_gradient
-from megalith.fusions.attention.products_for_cpu import gradients_by_products
+from megalith.fusions.attention.products_for_cpu import (
+    attention_by_products,
+    gradients_by_products,
+    queries_at_a_time,
+)
 from megalith.fusions.core.registration import register_without_gradient
 from megalith.fusions.core.rows import contiguous_columns, wide
 
@@ -34,13 +40,13 @@ __all__ = ["gradients_of_part", "op"]
 # queries per masked tile; about the fastest of 32 to 512, for windows of 128 and 512 tokens on two cores
 _QUERIES = 256
 _NONE_SEEN = float("-inf")
-# lengths of rows for which ``products_for_cpu`` is faster than torch's kernel: any rows, causal ones, and any in
-# bfloat16 with AMX (benchmarks/results/attention-rows-cpu-20261127-2354.md, without groups); and the most scores of one
-# key head, all of which may be in memory at once
-_SHORT, _SHORT_CAUSAL, _SHORT_WITH_AMX = range(96, 192), range(256, 641), range(96, 705)
-_MOST_SCORES = 1 << 20
-# key heads of all rows; with fewer, the overhead of twenty small calls is more than products save
-_FEWEST_MATRICES = 16
+# lengths of rows for which ``products_for_cpu`` is faster than torch's kernel: in backward any rows, causal ones, and
+# any in bfloat16 on a CPU with instructions for it; in forward any in bfloat16 with these, but not AMX
+# (benchmarks/results/attention-rows-cpu-20261127-2354.md with AMX, -20261128.md without, both without groups)
+_SHORT, _SHORT_CAUSAL, _SHORT_IN_BFLOAT16, _FORWARD = range(96, 192), range(256, 641), range(96, 705), range(64, 4097)
+_MOST_SCORES = 1 << 20  # of one key head in memory at once
+# of all key heads and rows; with fewer, the overhead of twenty small calls is more than products save
+_FEWEST_QUERIES = 1536
 _MIN_BFLOAT16_QUERIES = 192  # from this many on, torch's backward multiplies larger blocks of queries
 
 
@@ -58,6 +64,10 @@ class _Tile(NamedTuple):
 
     def of_keys(self, x: Tensor) -> Tensor:
         return x[self.rows, :, self.keys]
+
+    def of_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The parts of ``q`` [S, B, A, D], ``k`` and ``v``."""
+        return q[self.queries, self.rows], k[self.keys, self.rows], v[self.keys, self.rows]
 
 
 def _tiles(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> list[_Tile]:
@@ -122,20 +132,28 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack
     bounds, scale, softcap, left, right = seen
     assert softcap is None, "torch's kernels do not support softcap; Fusion.path should have refused this call"
     (Sq, B, A, D), Dv, dtype = q.shape, v.shape[-1], q.dtype
-    q, k, v = (_heads_first(x, max(D, Dv)) for x in (q, k, v))
+    given = q, k, v
+    q, k, v = (_heads_first(x, max(D, Dv)) for x in given)
+
+    def attend(tile: _Tile) -> tuple[Tensor, Tensor]:
+        if _is_faster_by_products(tile, q, k):
+            parts = tile.of_tokens(*given)
+            return attention_by_products(*parts, scale, causal=tile.causal, rounded=True)
+        out, lse = _flash(tile.of_queries(q), tile.of_keys(k), tile.of_keys(v), tile, scale)
+        return out[..., :Dv], lse
+
     tiles = _tiles(q, k, bounds, left, right)
     if _is_all(tiles, q, k):
-        out, lse = _flash(q, k, v, tiles[0], scale)
+        out, lse = attend(tiles[0])
     else:
-        out = q.new_zeros(Sq, B, A, q.shape[-1]).permute(1, 2, 0, 3)
+        out = q.new_zeros(Sq, B, A, Dv).permute(1, 2, 0, 3)
         lse = q.new_full((B, Sq, A), _NONE_SEEN, dtype=wide(q.dtype)).transpose(1, 2)
         for tile in tiles:
-            parts = tile.of_queries(q), tile.of_keys(k), tile.of_keys(v)
-            tile.of_queries(out)[:], tile.of_queries(lse)[:] = _flash(*parts, tile, scale)
+            tile.of_queries(out)[:], tile.of_queries(lse)[:] = attend(tile)
     if sink is not None:
         of_keys, lse = lse, torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(-1))
         out = out * torch.exp(of_keys - lse).unsqueeze(-1)
-    return out[..., :Dv].permute(2, 0, 1, 3).to(dtype).contiguous(), _heads_last(lse)
+    return out.permute(2, 0, 1, 3).to(dtype).contiguous(), _heads_last(lse)
 
 
 def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -184,29 +202,39 @@ def _gradients(given: GivenToBackward, *, all_keys: bool) -> tuple[Tensor, Tenso
     return dq, dk, dv, dsink
 
 
+def _is_faster_by_products(tile: _Tile, q: Tensor, k: Tensor) -> bool:
+    """Whether attention of ``tile`` of ``q`` [B, A, Sq, D] and ``k`` [B, G, Sk, D] is faster by products."""
+    is_slow = q.dtype == torch.bfloat16 and _multiplies_bfloat16() and not _has_amx()
+    return is_slow and _is_for_products(tile, q, k, [_FORWARD])
+
+
 def _is_short(tile: _Tile, q: Tensor, k: Tensor) -> bool:
     """Whether the gradients of ``tile`` of ``q`` [B, A, Sq, D] and ``k`` [B, G, Sk, D] are faster by products."""
-    if tile.mask is not None or q.dtype == torch.float64:
-        return False
-    if q.dtype == torch.bfloat16 and _has_amx():
-        lengths = [_SHORT_WITH_AMX]
+    if q.dtype == torch.bfloat16 and _multiplies_bfloat16():
+        lengths = [_SHORT_IN_BFLOAT16]
     else:
         lengths = [_SHORT, _SHORT_CAUSAL] if tile.causal else [_SHORT]
+    return q.dtype != torch.float64 and _is_for_products(tile, q, k, lengths)
+
+
+def _is_for_products(tile: _Tile, q: Tensor, k: Tensor, lengths: list[range]) -> bool:
+    """Whether ``tile`` has no mask, a length within ``lengths``, and neither too many scores nor too few queries."""
     B, Sq, Sk = (each.stop - each.start for each in tile[:3])
-    A, G = q.shape[1], k.shape[1]
-    short = any(Sq in each and Sk in each for each in lengths)
-    return short and A // G * Sq * Sk <= _MOST_SCORES and B * G >= _FEWEST_MATRICES
+    G = k.shape[1]
+    num_scores = q.shape[1] // G * queries_at_a_time(Sq, causal=tile.causal) * Sk
+    has_length = any(Sq in each and Sk in each for each in lengths)
+    return tile.mask is None and has_length and num_scores <= _MOST_SCORES and B * G * Sq >= _FEWEST_QUERIES
 
 
 def _products(dout: Tensor, given: GivenToBackward, tile: _Tile, *, all_keys: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of ``tile`` by ``gradients_by_products``; ``dout`` [Sq, B, A, Dv]."""
-    rows, queries, keys = tile.rows, tile.queries, tile.keys
-    q, k, v = given.q[queries, rows], given.k[keys, rows], given.v[keys, rows]
+    rows, queries = tile.rows, tile.queries
+    q, k, v = tile.of_tokens(given.q, given.k, given.v)
     dlse = None if given.dlse is None else given.dlse[rows, :, queries]
     out_and_lse = None
     if given.sink is not None or not all_keys:
         out_and_lse = given.out[queries, rows], given.lse[rows, :, queries]
-    rounded = q.dtype == torch.bfloat16 and _has_amx()
+    rounded = q.dtype == torch.bfloat16 and _multiplies_bfloat16()
     return gradients_by_products(
         dout[queries, rows], dlse, q, k, v, out_and_lse, given.scale, causal=tile.causal, rounded=rounded
     )
@@ -240,13 +268,18 @@ def _flash_back(
     """dq, dk and dv of the queries and keys of ``tile``, in float32 or the dtype of the inputs."""
     lse, mask = tile.of_queries(lse), tile.mask
     inputs = [*map(tile.of_queries, (dout, q, out)), *map(tile.of_keys, (k, v))]
-    if q.dtype == torch.bfloat16 and (inputs[0].shape[2] < _MIN_BFLOAT16_QUERIES or not _has_amx()):
+    if q.dtype == torch.bfloat16 and (inputs[0].shape[2] < _MIN_BFLOAT16_QUERIES or not _multiplies_bfloat16()):
         inputs, mask = [x.float() for x in inputs], None if mask is None else mask.float()
     dout, q, out, k, v = inputs
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, tile.causal, attn_mask=mask, scale=scale
     )
     return dq, dk, dv
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16: AMX, or those of AMD's CPUs since Zen 4."""
+    return _has_amx() or bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
 
 
 def _has_amx() -> bool:

@@ -1,7 +1,8 @@
-"""Gradients of attention over short rows or documents on a CPU: products of all queries and keys, some heads at a time.
+"""Attention over rows or documents on a CPU by products of queries and keys, some heads at a time, and its gradients.
 
-    P  = softmax(scale q k^T)            dP = dout v^T               dv = P^T dout
-    dS = scale P (dP - delta + dlse)     dq = dS k,  dk = dS^T q     delta = sum over keys of P dP
+    P  = softmax(scale q k^T)            out = P v                   lse = max of a row of scores - log(max of P)
+    dP = dout v^T                        dv = P^T dout               delta = sum over keys of P dP
+    dS = scale P (dP - delta + dlse)     dq = dS k,  dk = dS^T q
 
 torch's softmax and its gradient go over a row of scores while it is in cache, and delta has no rounding error of out.
 A sink, or keys outside this call, are part of lse and of out. Then P = exp(scale q k^T - lse), delta = sum over D of
@@ -10,11 +11,11 @@ dout out. With this P the other delta would be inexact: the sum of P differs fro
 torch's kernel multiplies tiles of only 32 queries in rows below 192, and of 64 below 768. Causal rows are computed in
 blocks of queries, each with the keys up to its last query, which leaves out up to half of the work.
 
-All products have float32 results, since P and dS need its digits and dk and dv are sums over blocks. torch has no such
-product of bfloat16 tensors on a CPU, but one of float32 tensors that rounds its operands to bfloat16, which changes
-nothing in q, k, v and dout. It is a setting of the process: meanwhile, it holds for other threads as well, and these
-gradients are computed in one thread after the other. Otherwise operands are not rounded, whatever the user has set,
-since forward does not round them either.
+All products have float32 results, since the softmax, P and dS need its digits and dk and dv are sums over blocks. torch
+has no such product of bfloat16 tensors on a CPU, but one of float32 tensors in which oneDNN may round the operands to
+bfloat16, which changes nothing in q, k, v and dout. With AMX it does; without, it takes its own float32 product, which
+on an AMD CPU is twice as fast as MKL's. It is a setting of the process: meanwhile, it holds for other threads as well,
+and attention is computed in one thread after the other. Otherwise operands are not rounded, whatever the user has set.
 
 Tensors are viewed as [B G, R, S, D], with the R query heads of a key head; products take them stacked: [B G, R S, D].
 """
@@ -27,13 +28,34 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["gradients_by_products"]
+__all__ = ["attention_by_products", "gradients_by_products", "queries_at_a_time"]
 
 _ELEMENTS = 1 << 20  # of P and of dS at a time, unless one head has more; about the fastest on two cores
 _PRECISION = Lock()  # held while the setting of the process is changed
 _QUERIES = 128  # in a block of a causal row; the fastest of 64, 128 and 256 in float32, and about that in bfloat16
 
 _aten: Any = torch.ops.aten
+
+
+def attention_by_products(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, rounded: bool
+) -> tuple[Tensor, Tensor]:
+    """out as [B, A, S, Dv] in the dtype of ``q``, in the memory of [S, B, A, Dv], and lse [B, A, S] in float32.
+
+    The arguments are those of ``gradients_by_products``.
+    """
+    (S, B, A, _), (Sk, _, G, Dv) = q.shape, v.shape
+    given = [_by_key_head(x, G) for x in (q, k, v)]
+    out, lse = q.new_empty(S, B, A, Dv), q.new_empty(B * G, A // G, S, dtype=torch.float32)
+    block = queries_at_a_time(S, causal=causal)
+    most = _most_key_heads(given[0], block * Sk)
+    wide = _memory_in_float32(given, most)
+    scores = q.new_empty(most * A // G * block * Sk, dtype=torch.float32)
+    for heads in _parts(B * G, most):
+        operands = [_widened(x[heads], memory) for x, memory in zip(given, wide, strict=True)]
+        with _operands_in("bf16" if rounded else "ieee"):
+            _attend_(operands, scale, scores, (_by_key_head(out, G)[heads], lse[heads]), block, causal=causal)
+    return out.permute(1, 2, 0, 3), lse.view(B, A, S)
 
 
 def gradients_by_products(
@@ -50,7 +72,7 @@ def gradients_by_products(
         out_and_lse: [S, B, A, Dv] and finite [B, A, S], if they cover more than ``k``: a sink, or other keys.
         scale: the factor of the scores.
         causal: whether query i sees keys up to i, of as many as there are queries.
-        rounded: round the operands of products to bfloat16.
+        rounded: let oneDNN round the operands of products to bfloat16.
     """
     (S, B, A, D), (Sk, _, G, Dv), R = q.shape, v.shape, q.shape[2] // k.shape[2]
     lse, added = None, dlse  # to dP
@@ -59,16 +81,14 @@ def gradients_by_products(
         delta = (dout.float() * out.float()).sum(dim=-1).permute(1, 2, 0)  # [B, A, S]
         added = -delta if dlse is None else dlse - delta
     added = None if added is None else (scale * added.float()).reshape(B * G, R, S, 1)
-    given = [x.permute(1, 2, 0, 3).reshape(B * G, -1, x.shape[0], x.shape[3]) for x in (q, dout, k, v)]
+    given = [_by_key_head(x, G) for x in (q, dout, k, v)]
     dq, dk, dv = (x.new_empty(x.shape) for x in (given[0], *given[2:]))
-    block = min(S, _QUERIES) if causal else S
-    most = min(B * G, max(1, _ELEMENTS // (R * block * Sk)))
-    most_copied = 0 if q.dtype == torch.float32 else most
+    block = queries_at_a_time(S, causal=causal)
+    most = _most_key_heads(given[0], block * Sk)
     # memory is reused, because fresh memory costs as much time as what is computed in it
-    wide = [x.new_empty((most_copied, *x.shape[1:]), dtype=torch.float32) for x in given]
-    sums = [x.new_empty((most_copied, *x.shape[1:]), dtype=torch.float32) for x in (dk, dv)]
+    wide, sums = _memory_in_float32(given, most), _memory_in_float32((dk, dv), most)
     scores = q.new_empty(2, most * R * block * Sk, dtype=torch.float32)
-    for heads in (slice(first, first + most) for first in range(0, B * G, most)):
+    for heads in _parts(B * G, most):
         operands = [_widened(x[heads], memory) for x, memory in zip(given, wide, strict=True)]
         own_lse, own_added = (None if x is None else x[heads] for x in (lse, added))
         own = [x[heads] for x in (dk, dv)]
@@ -78,6 +98,30 @@ def gradients_by_products(
         if summed is not own:
             torch._foreach_copy_(own, summed)
     return dq.view(B, A, S, D), dk.view(B, G, Sk, D), dv.view(B, G, Sk, Dv)
+
+
+def queries_at_a_time(S: int, *, causal: bool) -> int:
+    """How many of S queries of a head have their scores in memory at once."""
+    return min(S, _QUERIES) if causal else S
+
+
+def _attend_(
+    operands: Sequence[Tensor], scale: float, scores: Tensor, results: tuple[Tensor, Tensor], block: int, *,
+    causal: bool,
+) -> None:  # fmt: skip
+    """Writes out and lse of a few key heads to ``results``; the arguments are those of ``_gradients_``."""
+    q, (k, v) = operands[0], (x.squeeze(1) for x in operands[1:])
+    out, lse = results
+    num, R, S, _ = q.shape
+    for first in range(0, S, block):
+        after = min(first + block, S)
+        seen = after if causal else k.shape[1]
+        p = scores[: num * R * (after - first) * seen].view(num, -1, seen)
+        _scores_(p, q[:, :, first:after], k[:, :seen].contiguous(), scale, causal=causal)
+        largest = p.amax(dim=-1)
+        _scores_to_probabilities_(p, None)
+        lse[:, :, first:after] = (largest - p.amax(dim=-1).log_()).unflatten(1, (R, -1))
+        out[:, :, first:after] = torch.bmm(p, v[:, :seen].contiguous()).unflatten(1, (R, -1))
 
 
 def _gradients_(
@@ -102,17 +146,23 @@ def _gradients_(
         seen, kept = (after if causal else k.shape[1]), float(after < S)
         own_q, own_dout = (x[:, :, first:after].flatten(1, 2) for x in (q, dout))
         own_lse, own_added = (None if x is None else x[:, :, first:after].flatten(1, 2) for x in (lse, added))
-        keys, values = k[:, :seen], v[:, :seen]
+        keys, values = k[:, :seen].contiguous(), v[:, :seen].contiguous()  # else torch copies their transposes
         p, ds = (memory[: num * R * (after - first) * seen].view(num, -1, seen) for memory in scores)
-        p.baddbmm_(own_q, keys.mT, beta=0.0, alpha=scale)
-        if causal:  # before the softmax, which normalizes
-            p.view(num * R, -1, seen)[..., first:].add_(p.new_full((after - first,) * 2, -torch.inf).triu_(1))
+        _scores_(p, q[:, :, first:after], keys, scale, causal=causal)
         _scores_to_probabilities_(p, own_lse)
         ds.baddbmm_(own_dout, values.mT, beta=0.0, alpha=scale)
         _to_score_gradients_(ds, p, own_added, normalized=own_lse is None)
         dv[:, :seen].baddbmm_(p.mT, own_dout, beta=kept)
         dk[:, :seen].baddbmm_(ds.mT, own_q, beta=kept)
         dq[:, :, first:after] = torch.bmm(ds, keys).unflatten(1, (R, -1))
+
+
+def _scores_(scores: Tensor, q: Tensor, keys: Tensor, scale: float, *, causal: bool) -> None:
+    """Writes scale q k^T to ``scores`` [key heads, R queries, keys]; ``q`` [key heads, R, queries, D]."""
+    scores.baddbmm_(q.flatten(1, 2), keys.mT, beta=0.0, alpha=scale)
+    if causal:  # the last key is that of the last query; hidden before the softmax, which normalizes
+        S = q.shape[2]
+        scores.view(-1, S, keys.shape[1])[..., -S:].add_(scores.new_full((S, S), -torch.inf).triu_(1))
 
 
 def _scores_to_probabilities_(scores: Tensor, lse: Tensor | None) -> None:
@@ -146,6 +196,26 @@ def _operands_in(precision: Literal["bf16", "ieee"]) -> Iterator[None]:
             yield
         finally:
             onednn.matmul.fp32_precision = "none" if inherited else before
+
+
+def _by_key_head(x: Tensor, G: int) -> Tensor:
+    """``x`` [S, B, heads, D] as [B G, heads per key head, S, D]; a view of a contiguous tensor."""
+    S, B, _, D = x.shape
+    return x.permute(1, 2, 0, 3).reshape(B * G, -1, S, D)
+
+
+def _most_key_heads(q: Tensor, num_scores: int) -> int:
+    """How many of the key heads of ``q`` [B G, R, S, D] to compute at a time, with ``num_scores`` of a query head."""
+    return min(len(q), max(1, _ELEMENTS // (q.shape[1] * num_scores)))
+
+
+def _parts(length: int, most: int) -> Iterator[slice]:
+    return (slice(first, first + most) for first in range(0, length, most))
+
+
+def _memory_in_float32(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
+    """Memory for the first ``most`` of each of ``tensors`` in float32; empty for those that are float32."""
+    return [x.new_empty((0 if x.dtype == torch.float32 else most, *x.shape[1:]), dtype=torch.float32) for x in tensors]
 
 
 def _widened(x: Tensor, memory: Tensor) -> Tensor:
