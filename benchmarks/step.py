@@ -34,6 +34,7 @@ from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
+from megalith.training.freed_memory import page_returner
 from megalith.training.tasks.gpt_size import flops_per_token
 
 __all__ = ["CASE", "Size"]
@@ -105,6 +106,16 @@ class Step:
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
+class _StepAsTrained(Step):
+    """A step whose process returns free memory after the first one, as training does."""
+
+    def first(self) -> First:
+        result = super().first()
+        if (trim := page_returner()) is not None:
+            trim(0)
+        return result
+
+
 class _StepWithMaster(Step):
     """A step that updates float32 copies of the weights: what FSDP2 does on one rank, without FSDP2."""
 
@@ -154,7 +165,7 @@ def _ours_as_trained(size: Size, folder: Path, *, compiled: bool) -> Step:
     shard_model(
         model, layers, pg_collection, compute_dtype=BF16, param_dtype=torch.float32, reshard_after_forward=False
     )
-    return Step(model, _our_loss(model, folder), folder)
+    return _StepAsTrained(model, _our_loss(model, folder), folder)
 
 
 def _theirs(size: Size, folder: Path, *, dtype: torch.dtype, autocast: bool = False, compiled: bool = False) -> Step:

@@ -103,6 +103,7 @@ _FORMULA: dict[str, str | int | bool | Callable[..., Any]] = {
     "emulate_precision_casts": True,
     # a product and the sum that it goes into are one FMA, rounded once; exact GELU takes three quarters of the time
     "cpp.enable_floating_point_contract_flag": "fast",
+    "cpp.dynamic_threads": True,  # the same code for any number of threads, so that other layouts find it in the cache
 }
 _isolates = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _apart: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 256} if _isolates else {}

@@ -24,7 +24,7 @@ def run_on(device: str) -> SimpleNamespace:
 
 def test_free_memory_in_pieces_is_given_back():
     freed = FreedMemory(run_on("cpu"))
-    freed.is_first, freed.usual = False, 1  # so that any growth counts as much
+    freed.usual = 1  # so that any growth counts as much
     living = in_pieces()
     held = _held()
     freed.on_step(run_on("cpu"), None)
@@ -32,19 +32,20 @@ def test_free_memory_in_pieces_is_given_back():
     assert all(bool(tensor.all()) for tensor in living)
 
 
-def test_a_process_that_does_not_grow_is_left_alone():
+def test_pages_are_given_back_after_the_first_step_and_never_if_the_process_does_not_grow():
     freed = FreedMemory(run_on("cpu"))
-    calls = []
+    calls, seen = [], []
     freed.trim = calls.append
-    for _ in range(3):
+    for _ in range(4):
         freed.on_step(run_on("cpu"), None)
-    assert not calls
+        seen.append(len(calls))
+    assert seen == [1, 1, 1, 1]
 
 
 def test_steps_that_came_to_need_more_give_pages_back_once_and_not_each_time():
     freed = FreedMemory(run_on("cpu"))
     calls = []
-    freed.trim, freed.is_first, freed.usual = calls.append, False, _held() // 2
+    freed.trim, freed.usual = calls.append, _held() // 2
     for _ in range(3):
         freed.on_step(run_on("cpu"), None)
     assert len(calls) == 1

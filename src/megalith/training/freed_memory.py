@@ -8,39 +8,45 @@ second, and the next step takes longer to get them again, so it is done only whe
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from megalith.training.loop import Callback, FinishedStep
 from megalith.training.run import Run
 
-__all__ = ["FreedMemory"]
+__all__ = ["FreedMemory", "page_returner"]
 
 _GROWTH = 1.25  # growth of the memory held after a step that triggers a return of free pages
 _HELD = Path("/proc/self/statm")
 
 
 class FreedMemory(Callback):
-    """Returns free pages once the process holds 25 % more than usual after a step; does nothing on a GPU.
+    """Returns free pages after the first step, and once the process holds 25 % more than usual; nothing on a GPU.
 
-    The usual amount is the most that the process held after its first step, or after the step that followed a return.
-    So a run whose steps come to need more memory returns pages once, and not after every step.
+    The first step leaves what building the model and compiling took. The usual amount is the most that the process held
+    after a step that followed a return. So a run whose steps come to need more memory returns pages once, and not after
+    every step.
     """
 
     def __init__(self, run: Run) -> None:
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-        self.trim = trim if run.device.type == "cpu" else None
+        self.trim = page_returner() if run.device.type == "cpu" else None
         self.usual = 0  # bytes
-        self.is_first = True  # whether the next step is the first since pages were returned
+        self.has_returned = False  # whether pages were returned after the last step
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         if self.trim is None:
             return
         held = _held()
-        if self.is_first:
+        if self.has_returned:
             self.usual = max(self.usual, held)
-        self.is_first = held > _GROWTH * self.usual
-        if self.is_first:
+        self.has_returned = held > _GROWTH * self.usual
+        if self.has_returned:
             self.trim(0)
+
+
+def page_returner() -> Callable[[int], object] | None:
+    """glibc's ``malloc_trim``, which returns free pages but for so many bytes; None where there is none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def _held() -> int:

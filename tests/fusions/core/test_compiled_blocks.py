@@ -1,10 +1,12 @@
 """Compiled formulas over rows: compiled once for any number of rows, results written to parts of tensors, sums."""
 
 import functools
+import random
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from megalith import fusions
 from megalith.fusions.core import compiled_blocks
@@ -88,15 +90,42 @@ def norm_after_dropout(T: int, site: int, step: int) -> None:
 
 
 def rope(T: int, site: int, step: int) -> None:
-    q, _ = fusions.fused_rope(torch.randn(T, 1, 2, 8), None, torch.ones(T, 4), torch.zeros(T, 4), backend="compile")
-    assert q.shape == (T, 1, 2, 8)
+    x, B = torch.ones(T, T // 2, 2, 8), T // 2  # another number of sequences too
+    q, _ = fusions.fused_rope(x, None, torch.ones(T, 4), torch.zeros(T, 4), backend="compile")
+    assert torch.equal(q, torch.ones(T, B, 2, 8))
 
 
-@pytest.mark.parametrize("layer", [norm_after_dropout, pytest.param(rope, marks=pytest.mark.slow)])
-def test_other_lengths_steps_and_layers_compile_nothing_again(layer):
+@pytest.mark.parametrize("layer", [norm_after_dropout, rope])
+def test_other_lengths_steps_layers_and_batches_compile_nothing_again(layer):
     layer(6, site=1, step=1)
     with torch.compiler.set_stance("fail_on_recompile"):
         layer(10, site=2, step=5)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_code_that_was_compiled_for_one_number_of_threads_is_in_the_cache_for_any(threads):
+    new = random.SystemRandom().randrange(2**20)  # so that no earlier run has left this formula in the cache
+
+    def formula(x: Tensor, absent: None) -> tuple[Tensor, Tensor]:
+        return x - new, x.sum(dim=0)
+
+    x, y, total = torch.randn(11, 5), torch.empty(11, 5), torch.zeros(5)
+    found = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        torch.compiler.reset()
+        compiled_blocks._compiled.cache_clear()
+        counters.clear()
+        compiled_by_blocks(formula, (x, None), (y,), (total,))
+        assert torch.equal(y, x - new)
+        found.append([counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss")])
+    assert found == [[0, 1], [1, 0]]
 
 
 def test_backward_gets_what_it_gets_in_blocks():
