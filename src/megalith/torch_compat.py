@@ -245,7 +245,7 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     return bool(is_supported())
 
 
-def linear_in_onednn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear_in_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x W^T + b, computed by oneDNN on the CPU with a single rounding; autograd cannot record it."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y

@@ -167,3 +167,82 @@ def test_of_empty_operands_it_is_that_of_torch(sizes):
     T, given, out = sizes
     x, weight, bias = (torch.randn(*size).bfloat16() for size in ((T, given), (out, given), (out,)))
     assert torch.equal(linear(x, weight, bias), nn.functional.linear(x, weight, bias))
+
+
+@pytest.fixture
+def in_float32(by_onednn, monkeypatch) -> list[tuple[int, ...]]:
+    """The same, where oneDNN's float32 products are taken for faster than torch's."""
+    monkeypatch.setattr(module, "_has_slow_mkl", lambda: True)
+    return by_onednn
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("shape", [(S, B, IN), (S * B, IN)])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+def test_float32_by_onednn_matches_float64_with_its_gradients_and_theirs(in_float32, shape, has_bias):
+    x, weight, bias = operands(torch.float32)
+    given = [x.detach().view(shape).requires_grad_(), weight, *([bias] if has_bias else [])]
+    exact = [each.detach().double().requires_grad_() for each in given]
+    got = gradients(lambda x, weight, bias=None: linear(x, weight, bias), tuple(given))
+    want = gradients(nn.functional.linear, tuple(exact))
+    for ours, reference in zip(got, want, strict=True):
+        assert relative_error(ours, reference) <= 2e-6
+    assert all(each.is_contiguous() for each in got[: 1 + len(given)])
+    assert in_float32[:3] == [shape, (S * B, OUT), (OUT, S * B)]
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_the_float32_gradients_that_are_needed_are_computed(in_float32, needs):
+    given = [each.detach().requires_grad_(needed) for each, needed in zip(operands(torch.float32), needs, strict=True)]
+    linear(*given).sum().backward()
+    assert [each.grad is not None for each in given] == list(needs)
+    assert len(in_float32) == (1 if needs[2] else 2)
+
+
+def in_float32_but(name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, weight, bias = (each.detach() for each in operands(torch.float32))
+    changes: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
+        "few": (x[1:], weight, bias),
+        "strided": (x.repeat(1, 1, 2)[..., ::2], weight, bias),
+        "strided bias": (x, weight, bias.repeat_interleave(2)[::2]),
+        "one bias": (x, weight, bias[:1]),
+        "subclass": (x, weight.as_subclass(Marked), bias),
+        "float64": (x.double(), weight.double(), bias.double()),
+    }
+    return changes[name]
+
+
+@pytest.mark.parametrize("name", ["few", "strided", "strided bias", "one bias", "subclass", "float64"])
+def test_everything_else_is_left_to_torch_beside_float32(in_float32, name):
+    given = in_float32_but(name)
+    assert torch.equal(linear(*given), nn.functional.linear(*given))
+    assert not in_float32
+
+
+def test_what_acts_on_the_float32_operator_of_torch_sees_it(in_float32, monkeypatch):
+    x, weight, bias = (each.detach() for each in operands(torch.float32))
+    want = nn.functional.linear(x, weight, bias)
+    with FlopCounterMode(display=False) as counter:
+        assert torch.equal(linear(x, weight, bias), want)
+    assert counter.get_total_flops() == 2 * S * B * IN * OUT
+    assert torch.equal(torch.compile(linear, fullgraph=True, backend="eager")(x, weight, bias), want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight, bias).dtype == torch.bfloat16
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert torch.equal(linear(x, weight, bias), want)
+    assert not in_float32
+
+
+@pytest.mark.parametrize(
+    ("cpu_name", "avx512_vp2intersect", "slow"),
+    [("AMD EPYC", True, True), ("AMD EPYC", False, False), ("Intel(R) Xeon(R) Processor", True, False)],
+)
+def test_mkl_is_slow_on_an_amd_cpu_of_zen_5(cpu_name, avx512_vp2intersect, slow, monkeypatch):
+    has = {"cpu_name": cpu_name, "avx512_vp2intersect": avx512_vp2intersect}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    assert module._has_slow_mkl() == (slow and torch.backends.mkl.is_available())
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert not module._has_slow_mkl()
