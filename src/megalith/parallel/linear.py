@@ -103,7 +103,7 @@ def _is_faster_in_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool
         and _has_slow_mkl()
         and (x.is_contiguous() or x.dim() == 2)
         and _is_for_onednn(x, weight, bias)
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
     )
 
 
