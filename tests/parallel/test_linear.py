@@ -202,6 +202,17 @@ def test_only_the_float32_gradients_that_are_needed_are_computed(in_float32, nee
     assert len(in_float32) == (1 if needs[2] else 2)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (S, B, 1), (1, 1, OUT)])
+def test_float32_gradients_take_an_expanded_gradient(in_float32, sizes):
+    x, weight, _ = operands(torch.float32)
+    dy = torch.randn(sizes).expand(S, B, OUT)
+    got = torch.autograd.grad(linear(x, weight, None), (x, weight), dy)
+    exact = [each.detach().double().requires_grad_() for each in (x, weight)]
+    want = torch.autograd.grad(nn.functional.linear(*exact), exact, dy.double())
+    assert all(relative_error(ours, reference) <= 2e-6 for ours, reference in zip(got, want, strict=True))
+    assert len(in_float32) == 3
+
+
 def in_float32_but(name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     x, weight, bias = (each.detach() for each in operands(torch.float32))
     changes: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
