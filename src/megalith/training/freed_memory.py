@@ -2,7 +2,8 @@
 
 glibc keeps freed memory for later allocations, but tensors of many sizes with different lifetimes fragment it: a run
 with sharded weights grows by megabytes per step, and never shrinks. Returning the free pages takes some tenths of a
-second, and the next step takes longer to get them again, so it is done only when there are many.
+second, and the next step takes longer to get them again, so it is done after the first step, and later only when there
+are many.
 """
 
 import ctypes
@@ -45,7 +46,7 @@ class FreedMemory(Callback):
 
 
 def page_returner() -> Callable[[int], object] | None:
-    """glibc's ``malloc_trim``, which returns free pages but for so many bytes; None where there is none."""
+    """glibc's ``malloc_trim``, which returns free pages and keeps the given number of bytes, or None."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 

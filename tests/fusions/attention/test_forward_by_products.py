@@ -74,13 +74,39 @@ def test_large_scores_match_float64(lengths):
     assert (got[1].double() - want[1]).abs().max() <= 2e-6 * want[1].abs().max()
 
 
-def test_a_nan_stays_in_the_rows_that_see_it(lengths):
+def test_a_nan_in_q_stays_in_its_row(lengths):
     q, k, v = operands(S, 2, 4, 4, 16)
     q[70, 0, 1, 3] = torch.nan
     out, lse = fused_attention(q, k, v)
     assert lengths == [S]
     assert out.isnan().nonzero()[:, :3].unique(dim=0).tolist() == [[70, 0, 1]]
     assert lse.isnan().nonzero().tolist() == [[0, 1, 70]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_inf_in_k_do_not_reach_queries_before_it(value, lengths):
+    q, k, v = operands(S, 2, 4, 4, 16)
+    want, want_lse = fused_attention(q, k, v)
+    k[70, 0, 1, 3] = value
+    out, lse = fused_attention(q, k, v)
+    assert lengths == [S, S]
+    assert torch.equal(out[:70], want[:70])
+    assert torch.equal(lse[..., :70], want_lse[..., :70])
+    assert value == -torch.inf or bool(out[70:, 0, 1].isnan().any())
+
+
+def test_onednn_may_round_its_operands(lengths, monkeypatch):
+    found, attend = [], products_for_cpu._attend_
+
+    def recorded(*operands, **options):
+        found.append(torch.backends.mkldnn.matmul.fp32_precision)
+        attend(*operands, **options)
+
+    monkeypatch.setattr(products_for_cpu, "_attend_", recorded)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    fused_attention(*operands(S, 2, 4, 4, 16))
+    assert found == ["bf16"]
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
 @pytest.mark.parametrize("cpu", CPUS)

@@ -8,9 +8,9 @@ call for each row would cost more than it saves.
 
 float16 is widened to float32: that is faster than torch's float16 kernels, which also accumulate the gradient of v in
 16 bits. ``products_for_cpu`` computes the backward of short rows and documents, where torch's kernel is slower, and the
-forward of bfloat16 where torch's kernel multiplies in float32 even so: on a CPU with instructions for bfloat16, but
-without AMX. The other backwards of bfloat16 are computed in float32 if that is faster: for fewer than 192 queries, and
-without instructions for bfloat16.
+forward of bfloat16 on a CPU that has instructions for it but no AMX, where torch's kernel does not use them. The other
+backwards of bfloat16 are computed in float32 if that is faster: for fewer than 192 queries, and without instructions
+for bfloat16.
 
 torch's kernels require one head size for q, k and v, and do not differentiate the log-sum-exp. Smaller heads are padded
 with zero columns. Backward adds two more columns, ones in v and dlse in dout, so that dout v^T becomes dout v^T + dlse,
@@ -46,7 +46,7 @@ _NONE_SEEN = float("-inf")
 _SHORT, _SHORT_CAUSAL, _SHORT_IN_BFLOAT16, _FORWARD = range(96, 192), range(256, 641), range(96, 705), range(64, 4097)
 _MOST_SCORES = 1 << 20  # of one key head in memory at once
 # of all key heads and rows; with fewer, the overhead of twenty small calls is more than products save
-_FEWEST_QUERIES = 1536
+_FEWEST_QUERIES = 2048
 _MIN_BFLOAT16_QUERIES = 192  # from this many on, torch's backward multiplies larger blocks of queries
 
 

@@ -13,8 +13,8 @@ blocks of queries, each with the keys up to its last query, which leaves out up 
 
 All products have float32 results, since the softmax, P and dS need its digits and dk and dv are sums over blocks. torch
 has no such product of bfloat16 tensors on a CPU, but one of float32 tensors in which oneDNN may round the operands to
-bfloat16, which changes nothing in q, k, v and dout. With AMX it does; without, it takes its own float32 product, which
-on an AMD CPU is twice as fast as MKL's. It is a setting of the process: meanwhile, it holds for other threads as well,
+bfloat16, which changes nothing in q, k, v and dout. With AMX it does; on Zen 5 it takes its own float32 product, which
+is twice as fast as MKL's there. It is a setting of the process: meanwhile, it holds for other threads as well,
 and attention is computed in one thread after the other. Otherwise operands are not rounded, whatever the user has set.
 
 Tensors are viewed as [B G, R, S, D], with the R query heads of a key head; products take them stacked: [B G, R S, D].
@@ -162,7 +162,8 @@ def _scores_(scores: Tensor, q: Tensor, keys: Tensor, scale: float, *, causal: b
     scores.baddbmm_(q.flatten(1, 2), keys.mT, beta=0.0, alpha=scale)
     if causal:  # the last key is that of the last query; hidden before the softmax, which normalizes
         S = q.shape[2]
-        scores.view(-1, S, keys.shape[1])[..., -S:].add_(scores.new_full((S, S), -torch.inf).triu_(1))
+        later = torch.ones(S, S, dtype=torch.bool).triu_(1)
+        scores.view(-1, S, keys.shape[1])[..., -S:].masked_fill_(later, -torch.inf)  # a sum would keep NaN and inf
 
 
 def _scores_to_probabilities_(scores: Tensor, lse: Tensor | None) -> None:

@@ -54,7 +54,7 @@ def _add(sums: Sequence[Tensor], addends: Sequence[Tensor]) -> None:
 
 
 def compiled_whole(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiles ``function`` of whole tensors for any number of rows and sequences; vectors are shared by all rows."""
+    """Compiles ``function`` of whole tensors for any number of rows; vectors are shared by all rows."""
 
     @functools.cache
     def build() -> Callable[..., R]:
@@ -104,7 +104,7 @@ def _compiled(_: CodeType) -> Callable[..., list[Tensor]]:
 def _any_length(x: Tensor) -> Tensor:
     """Marks what counts rows of ``x``, a view that nobody else holds, as dynamic for the compiler.
 
-    That is the first dimension, and of heads [S, B, A, D] the second too.
+    That is the first dimension, and of heads [S, B, A, D] the second too, unless it is 1.
     """
     for dim in range(max(1, x.dim() - 2)):
         torch._dynamo.maybe_mark_dynamic(x, dim)
