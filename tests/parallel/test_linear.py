@@ -263,6 +263,14 @@ def test_everything_else_is_left_to_torch_beside_float32(in_float32, name):
     assert not in_float32
 
 
+def test_torch_compile_does_not_see_what_the_cpu_is(by_onednn):
+    x, weight, bias = (each.detach() for each in operands(torch.float32))
+    compiled = torch.compile(linear, fullgraph=True, backend="eager")  # cannot trace torch.cpu.get_capabilities
+    for rows in (x, x[:1]):
+        assert torch.equal(compiled(rows, weight, bias), nn.functional.linear(rows, weight, bias))
+    assert not by_onednn
+
+
 def test_what_acts_on_the_float32_operator_of_torch_sees_it(in_float32, monkeypatch):
     x, weight, bias = (each.detach() for each in operands(torch.float32))
     want = nn.functional.linear(x, weight, bias)

@@ -101,10 +101,11 @@ def _onednn_adds(bias: Tensor, x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN can add the bias, gains by it, and no mode or transformation acts on torch's own operator."""
     return (
         x.dtype == torch.bfloat16
-        and _is_for_onednn(x, weight, bias)
+        and weight.dim() == 2
         and x.shape[:-1].numel() * weight.shape[0] >= _SMALLEST_OUTPUT
         and x.is_contiguous()  # torch multiplies other layouts without the bias, and rounds twice
         and weight.is_contiguous()
+        and _is_for_onednn(x, weight, bias)
         and multiplies_natively(torch.bfloat16)
     )
 
@@ -113,21 +114,21 @@ def _is_faster_in_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool
     """Whether oneDNN can compute the product and is faster, and no mode or transformation acts on torch's operator."""
     return (
         x.dtype == torch.float32
-        and _has_slow_mkl()
-        and _is_for_onednn(x, weight, bias)
+        and weight.dim() == 2
         and x.numel() * weight.shape[0] >= _FEWEST_PRODUCTS
         and (x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()))
         and (weight.is_contiguous() or weight.t().is_contiguous())
+        and _is_for_onednn(x, weight, bias)
         and bool(torch.backends.mkldnn.enabled)
+        and _has_slow_mkl()  # last, because torch.compile cannot trace it
     )
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether oneDNN can compute the product on a CPU, and nothing acts on torch's own operator."""
+    """Whether oneDNN can multiply by ``weight`` [out, in] on a CPU, and nothing acts on torch's own operator."""
     given = [x, weight, *([] if bias is None else [bias])]
     return (
         all(each.dtype == x.dtype and each.device.type == "cpu" for each in given)
-        and weight.dim() == 2
         and x.shape[-1] == weight.shape[1] > 0
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
         and all(type(each) in (Tensor, Parameter) for each in given)

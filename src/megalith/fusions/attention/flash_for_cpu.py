@@ -135,21 +135,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack
     given = q, k, v
     q, k, v = (_heads_first(x, max(D, Dv)) for x in given)
 
-    def attend(tile: _Tile) -> tuple[Tensor, Tensor]:
+    def attend(tile: _Tile, own_q: Tensor, own_k: Tensor, own_v: Tensor) -> tuple[Tensor, Tensor]:
         if _is_faster_by_products(tile, q, k):
-            parts = tile.of_tokens(*given)
-            return attention_by_products(*parts, scale, causal=tile.causal, rounded=True)
-        out, lse = _flash(tile.of_queries(q), tile.of_keys(k), tile.of_keys(v), tile, scale)
+            tokens = tile.of_tokens(*given)
+            return attention_by_products(*tokens, scale, causal=tile.causal, rounded=True)
+        out, lse = _flash(own_q, own_k, own_v, tile, scale)
         return out[..., :Dv], lse
 
     tiles = _tiles(q, k, bounds, left, right)
     if _is_all(tiles, q, k):
-        out, lse = attend(tiles[0])
+        out, lse = attend(tiles[0], q, k, v)  # not sliced by a number of keys, which grows while tokens are generated
     else:
         out = q.new_zeros(Sq, B, A, Dv).permute(1, 2, 0, 3)
         lse = q.new_full((B, Sq, A), _NONE_SEEN, dtype=wide(q.dtype)).transpose(1, 2)
         for tile in tiles:
-            tile.of_queries(out)[:], tile.of_queries(lse)[:] = attend(tile)
+            parts = tile.of_queries(q), tile.of_keys(k), tile.of_keys(v)
+            tile.of_queries(out)[:], tile.of_queries(lse)[:] = attend(tile, *parts)
     if sink is not None:
         of_keys, lse = lse, torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(-1))
         out = out * torch.exp(of_keys - lse).unsqueeze(-1)
