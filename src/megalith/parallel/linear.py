@@ -36,10 +36,8 @@ _FEWEST_PRODUCTS = 2**26  # of float32 numbers; with fewer, the same
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiplies x [..., in] by the transpose of ``weight`` [out, in] and adds ``bias`` [out] -> [..., out]."""
     y: Tensor
-    if bias is not None and _onednn_adds(bias, x, weight):
-        y = _BiasInProduct.apply(x, weight, bias)
-    elif _is_faster_in_onednn(x, weight, bias):
-        y = _Float32.apply(x, weight, bias)
+    if _onednn_adds(bias, x, weight) or _is_faster_in_onednn(x, weight, bias):
+        y = _ByOneDNN.apply(x, weight, bias)
     else:
         y = nn.functional.linear(x, weight, bias)
     return y
@@ -50,24 +48,7 @@ def is_plain(product: Callable[..., Tensor]) -> bool:
     return product in (linear, nn.functional.linear)
 
 
-class _BiasInProduct(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        _save(ctx, x, weight)
-        with below_autograd():
-            return linear_in_onednn(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad
-        rows = dy.reshape(-1, dy.shape[-1])  # [T, out]
-        dx = (rows @ weight).view(*dy.shape[:-1], -1) if needs_dx else None
-        dw = rows.t() @ x.view(rows.shape[0], -1) if needs_dw else None
-        return dx, dw, rows.sum(0) if needs_db else None
-
-
-class _Float32(Function):
+class _ByOneDNN(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _save(ctx, x, weight)
@@ -91,16 +72,17 @@ def _save(ctx: Any, x: Tensor, weight: Tensor) -> None:
 
 
 def _product_of_columns(dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T x [out, in]; oneDNN is faster with the larger of the two sizes in the columns of its result."""
-    if dy.shape[1] > x.shape[1]:
+    """dy^T x [out, in]; in float32 oneDNN is faster with the larger of the two sizes as the columns of its result."""
+    if x.dtype == torch.float32 and dy.shape[1] > x.shape[1]:
         return linear(x.t(), dy.t(), None).t().contiguous()
     return linear(dy.t(), x.t(), None)
 
 
-def _onednn_adds(bias: Tensor, x: Tensor, weight: Tensor) -> bool:
+def _onednn_adds(bias: Tensor | None, x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN can add the bias, gains by it, and no mode or transformation acts on torch's own operator."""
     return (
-        x.dtype == torch.bfloat16
+        bias is not None
+        and x.dtype == torch.bfloat16
         and weight.dim() == 2
         and x.shape[:-1].numel() * weight.shape[0] >= _SMALLEST_OUTPUT
         and x.is_contiguous()  # torch multiplies other layouts without the bias, and rounds twice
