@@ -269,10 +269,17 @@ def test_a_signal_before_there_are_ranks_ends_the_program_at_once(number, tmp_pa
     command = ("train", write_settings(tree_in(tmp_path, 2), tmp_path), "--nproc", 2)
     program = start(*command, first=lines("before there are ranks", 1, tmp_path))
     pause.pids()
+    servers = [pid for pid in processes_marked(program.mark) if b"forkserver" in command_line(pid)]
+    assert servers  # torch is imported for the ranks while the run is checked
     program.send_signal(number)
     found = program.ended(timeout=20)
     assert found.code == STOPPED
     assert found.err == f"{number.name}: stopped before the ranks were started; run the same command to start again\n"
+    wait_until_nothing_runs(program, servers)
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_a_server_that_is_killed_before_it_has_forked_a_rank_is_told_of_in_one_line(tmp_path):
@@ -280,6 +287,7 @@ def test_a_server_that_is_killed_before_it_has_forked_a_rank_is_told_of_in_one_l
     command = ("train", write_settings(tree_in(tmp_path, 2), tmp_path), "--nproc", 2)
     program = start(*command, first=lines("starting the server of the ranks", 1, tmp_path))
     [server] = pause.pids()
+    wait_until_told(program, "starting 2 ranks")  # until then another server would be started
     os.kill(server, KILL)
     found = program.ended(timeout=20)
     assert found.code == 1

@@ -14,6 +14,7 @@ import typer
 
 from megalith.cli.console import Console, say, say_over, show_log, show_text
 from megalith.cli.recipes import complete_recipe
+from megalith.garbage_collection import collect_as_usual
 from megalith.recipe_files import require_source
 from megalith.resilience.rank_link import is_supervised, tell
 from megalith.resilience.stop_request import StopRequest
@@ -133,7 +134,9 @@ def _show_plan(wanted: _Wanted, world_size: int, console: Console) -> None:
 def _train_on_ranks(num_ranks: int, wanted: _Wanted) -> int:
     """Checks the run in this process and trains in one process per rank; returns the exit code."""
     with _nothing_to_save():
-        from megalith.resilience.launch import launch
+        from megalith.resilience.launch import get_ready, launch
+
+        get_ready(num_ranks)  # before this process imports torch too
         from megalith.storage import RunLock
         from megalith.training.machine_fit import check_machine
         from megalith.training.preflight import preflight
@@ -219,6 +222,7 @@ def _train(config: "RunConfig", stop: StopRequest, console: Console, origin: dic
     from megalith.training.loop import Outcome
     from megalith.training.pretrain import pretrain
 
+    collect_as_usual()  # everything that a run needs is imported, and a user's own modules may hold tensors in cycles
     outcome = pretrain(config, console.show, console.show_progress, origin=origin, stop=stop)
     console.close()
     draws = outcome is not Outcome.WAS_DONE and os.environ.get("RANK", "0") == "0"

@@ -14,12 +14,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megalith.errors import RankFailedError
-from megalith.resilience.rank_watch import Rank, Watch, ended_with_the_block, open_log, start_rank
+from megalith.resilience.rank_watch import Rank, Watch, ended_with_the_block, open_log, start_rank, start_server
 from megalith.resilience.stop_signals import REQUESTS, handled
 from megalith.resilience.verdict import SERVER_DIED
 from megalith.storage.failures import explained
 
-__all__ = ["launch"]
+__all__ = ["get_ready", "launch"]
+
+
+def get_ready(num_ranks: int) -> None:
+    """Begins to import torch for ``launch``, in another process, while the caller checks the run.
+
+    The ranks share this machine's cores unless OMP_NUM_THREADS is set.
+    """
+    # torch reads it when it is imported
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    start_server()
 
 
 def launch(
@@ -43,7 +53,7 @@ def launch(
     Raises:
         StorageError: before any rank is started; ``logs`` cannot be written.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    get_ready(num_ranks)
     files = [logs / f"rank-{number}.log" for number in range(num_ranks)]
     for file in files:
         with explained("write", file):

@@ -25,12 +25,13 @@ from megalith.resilience.stop_request import SAVING
 from megalith.resilience.stop_signals import FORWARDED, Requests
 from megalith.resilience.verdict import SAVED, SERVER_DIED, Ended, Verdict, judge
 
-__all__ = ["RENDEZVOUS", "Rank", "Watch", "ended_with_the_block", "open_log", "start_rank"]
+__all__ = ["RENDEZVOUS", "Rank", "Watch", "ended_with_the_block", "open_log", "start_rank", "start_server"]
 
 # holds the init_method of torch.distributed: a file, because a port that is free now may be taken later
 RENDEZVOUS = "MEGALITH_RENDEZVOUS"
 # imported once, for all ranks, before they are forked
 _PRELOAD = ["megalith.training.pretrain", "torch._dynamo"]
+_FORKS = sys.platform != "darwin"  # the system libraries of macOS are not fork-safe
 _TICK = 0.1  # seconds
 _GRACE = 1.0  # seconds for ranks that failed together to report why
 
@@ -69,6 +70,12 @@ class Rank:
             self.link.send(b'{"where": null}\n', socket.MSG_DONTWAIT)
 
 
+def start_server() -> None:
+    """Starts the process that ranks are forked from, which takes seconds to import torch; returns at once."""
+    if _FORKS:
+        ensure_running(_PRELOAD)
+
+
 def start_rank(number: int, num_ranks: int, store: Path, log: Path, main: Callable[..., None], *arguments: Any) -> Rank:
     """Starts ``main(*arguments)`` as rank ``number``, with torchrun's variables in its environment.
 
@@ -77,11 +84,9 @@ def start_rank(number: int, num_ranks: int, store: Path, log: Path, main: Callab
     Raises:
         RankFailedError: the process that ranks are forked from has died.
     """
-    # forking this process would copy locks held by its threads; on macOS the system libraries are not fork-safe
-    darwin = sys.platform == "darwin"
-    context = multiprocessing.get_context("spawn") if darwin else multiprocessing.get_context("forkserver")
-    if not darwin:
-        ensure_running(_PRELOAD)
+    # forking this process would copy locks held by its threads
+    context = multiprocessing.get_context("forkserver") if _FORKS else multiprocessing.get_context("spawn")
+    start_server()
     environment = {
         "RANK": str(number),
         "LOCAL_RANK": str(number),

@@ -61,7 +61,7 @@ def compiled_whole(function: Callable[P, R]) -> Callable[P, R]:
         return compile_apart(function)
 
     def run(*inputs: P.args, **_: P.kwargs) -> R:
-        given = [_any_length(x[:]) if isinstance(x, Tensor) and x.dim() > 1 else x for x in inputs]
+        given = [_any_length(x) if isinstance(x, Tensor) and x.dim() > 1 else x for x in inputs]
         with torch.no_grad():
             return build()(*given)
 
@@ -106,6 +106,7 @@ def _any_length(x: Tensor) -> Tensor:
 
     That is the first dimension, and of heads [S, B, A, D] the second too, unless it is 1.
     """
+    x = x.detach()
     for dim in range(max(1, x.dim() - 2)):
         torch._dynamo.maybe_mark_dynamic(x, dim)
     return x
