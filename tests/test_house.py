@@ -37,7 +37,7 @@ GLOBAL_STATE = {
     "src/megalith/parallel/pipeline/links.py:deliveries_to": "cache: what follows from a schedule",
     "src/megalith/parallel/pipeline/pipeline.py:_forward_only": "cache: the schedule of the evaluation before",
     "src/megalith/parallel/pipeline/pipeline.py:_schedule": "cache: the schedule of the step before",
-    "src/megalith/torch_compat.py:distributed_c10d": "how torch names a process group, while it makes one",
+    "src/megalith/torch_compat/distributed.py:distributed_c10d": "how torch names a process group, while it makes one",
     "src/megalith/topology/current_state.py:_current": "the one named context, for accessors of users' scripts",
 }
 # __init__ file:name -> why it contains more than a docstring, imports and __all__

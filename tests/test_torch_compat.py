@@ -10,14 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megalith.fusions.core.compiler import why_not_compile
-from megalith.torch_compat import (
-    all_gather_into,
-    compile_apart,
-    grouped_mm,
-    linear_in_onednn,
-    multiplies_natively,
-    reduce_scatter_into,
-)
+from megalith.torch_compat.compiler import compile_apart
+from megalith.torch_compat.distributed import all_gather_into, reduce_scatter_into
+from megalith.torch_compat.tensors import grouped_mm, linear_in_onednn, multiplies_natively
 from tests.rank_pool import ranks
 
 # (new name since 2.13, old name until then): 2.13 has both, and warns for the old ones

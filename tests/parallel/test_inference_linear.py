@@ -7,7 +7,7 @@ import torch
 
 from megalith.parallel import inference_linear as module
 from megalith.parallel.inference_linear import inference_linear
-from megalith.torch_compat import multiplies_natively
+from megalith.torch_compat.tensors import multiplies_natively
 from tests.sampling import sampled
 
 ROWS = [(1, 1), (1, 2), (2, 4), (1, 32), (33, 1), (0, 2)]  # [S, B]: below, within and beyond the sizes that it splits

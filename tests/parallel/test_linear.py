@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.parallel import linear as module
 from megalith.parallel.linear import linear
-from megalith.torch_compat import multiplies_natively
+from megalith.torch_compat.tensors import multiplies_natively
 
 S, B, IN, OUT = 32, 16, 64, 2048  # an output of 2^20 elements, the smallest for which oneDNN adds the bias
 needs_instructions = pytest.mark.skipif(

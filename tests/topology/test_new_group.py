@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from megalith import torch_compat
+from megalith.torch_compat import distributed
 from tests.rank_pool import ranks
 
 
@@ -24,8 +24,8 @@ def _after_the_slow_one() -> bool:
         return group
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_compat.dist, "new_group", connect_slowly)
-        group = torch_compat.new_group(range(4), None, None, None)
+        patch.setattr(distributed.dist, "new_group", connect_slowly)
+        group = distributed.new_group(range(4), None, None, None)
     connected = store.check(["slow/connected"])
     dist.destroy_process_group(group)
     return connected

@@ -8,7 +8,7 @@ import pytest
 
 from megalith.config import load_run
 from megalith.errors import ConfigError
-from megalith.torch_compat import DEPENDS_ON_VALUES
+from megalith.torch_compat.tensors import DEPENDS_ON_VALUES
 from megalith.training import memory
 from megalith.training.dry_run import describe
 from megalith.training.memory import planned_memory

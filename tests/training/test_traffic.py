@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megalith.config import load_run
 from megalith.parallel.traffic import Collective, Traffic
 from megalith.topology.rank_groups import ParallelState
-from megalith.torch_compat import watch_compiler
+from megalith.torch_compat.compiler import watch_compiler
 from megalith.training import setup
 from megalith.training.run import Run
 from megalith.training.setup import build_run

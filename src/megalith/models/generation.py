@@ -30,7 +30,8 @@ from megalith.parallel.inference_linear import inference_linear
 from megalith.parallel.linear import is_plain
 from megalith.parallel.pipeline.pipeline import Pipeline, evaluation_mode
 from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
-from megalith.torch_compat import ForwardParts, has_forward_hooks, uncompiled
+from megalith.torch_compat.compiler import uncompiled
+from megalith.torch_compat.modules import ForwardParts, has_forward_hooks
 from megalith.transformer.layer_context import KVCache
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]

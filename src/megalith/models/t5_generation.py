@@ -21,7 +21,7 @@ from megalith.models.language_model import hidden_shape
 from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
 from megalith.models.t5_model import T5Model
 from megalith.parallel.pipeline.pipeline import Pipeline, evaluation_mode
-from megalith.torch_compat import uncompiled
+from megalith.torch_compat.compiler import uncompiled
 from megalith.transformer.encoder_output import PairedDocuments
 
 __all__ = ["beam_search", "generate", "stream"]

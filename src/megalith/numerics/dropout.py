@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.numerics.philox import counters_per_chunk, key_of, low_and_high, philox4x32
-from megalith.torch_compat import is_capturing
+from megalith.torch_compat.tensors import is_capturing
 
 __all__ = [
     "Dropout",

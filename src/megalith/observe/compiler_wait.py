@@ -8,7 +8,7 @@ from time import perf_counter
 from megalith.observe.metrics import COMPILE
 from megalith.observe.timers import Timers
 from megalith.observe.units import duration
-from megalith.torch_compat import watch_compiler
+from megalith.torch_compat.compiler import watch_compiler
 
 __all__ = ["CompilerWait"]
 

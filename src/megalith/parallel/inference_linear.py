@@ -29,7 +29,7 @@ With AVX-512, where none of this has been measured, torch's product is used.
 import torch
 from torch import Tensor, nn
 
-from megalith.torch_compat import multiplies_natively
+from megalith.torch_compat.tensors import multiplies_natively
 
 __all__ = ["inference_linear"]
 

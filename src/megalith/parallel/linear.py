@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter
 
-from megalith.torch_compat import (
+from megalith.torch_compat.tensors import (
     below_autograd,
     forward_mode_is_on,
     is_intercepted,

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megalith.errors import ShapeError
-from megalith.torch_compat import all_gather_into, reduce_scatter_into
+from megalith.torch_compat.distributed import all_gather_into, reduce_scatter_into
 
 __all__ = [
     "Travelling",

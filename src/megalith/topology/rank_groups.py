@@ -14,7 +14,7 @@ from megalith.topology.group_options import GroupOptions
 from megalith.topology.process_groups_config import Family, ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.script_options import ScriptOptions
-from megalith.torch_compat import new_group
+from megalith.torch_compat.distributed import new_group
 
 __all__ = ["ParallelState"]
 

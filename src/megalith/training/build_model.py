@@ -21,7 +21,8 @@ from megalith.parallel.pipeline.stages import balanced_stages, listed_stages
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.agreement import agreed, all_gather, everywhere
 from megalith.topology.rank_groups import ParallelState
-from megalith.torch_compat import compile_layers_, new_group
+from megalith.torch_compat.compiler import compile_layers_
+from megalith.torch_compat.distributed import new_group
 from megalith.training.tasks.task import AnyTask, Task
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stage import Stage

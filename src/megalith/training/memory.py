@@ -29,7 +29,8 @@ from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.simulate import Costs, simulate
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
-from megalith.torch_compat import DEPENDS_ON_VALUES, bytes_of_tensors, fake_ranks, fake_tensors
+from megalith.torch_compat.distributed import fake_ranks
+from megalith.torch_compat.tensors import DEPENDS_ON_VALUES, bytes_of_tensors, fake_tensors
 from megalith.training.batch import collate_for
 from megalith.training.build_model import DTYPES, placement_of_run, recompute_, stages_of
 from megalith.training.machine_fit import StateBytes, rank_state_bytes

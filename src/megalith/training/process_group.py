@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megalith.errors import ConfigError
 from megalith.resilience.rank_watch import RENDEZVOUS
-from megalith.torch_compat import abort_process_groups
+from megalith.torch_compat.distributed import abort_process_groups
 from megalith.training.torchrun_environment import check_rendezvous, launched_rank
 
 __all__ = ["choose_device", "process_group", "world_size_from_environment"]

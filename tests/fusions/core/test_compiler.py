@@ -13,7 +13,7 @@ from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.core.compiler import why_not_compile
 from megalith.fusions.core.dispatch import Fusion
 from megalith.fusions.core.preference import ranking, without_compiling
-from megalith.torch_compat import watch_compiler
+from megalith.torch_compat.compiler import watch_compiler
 
 
 @pytest.fixture(autouse=True)

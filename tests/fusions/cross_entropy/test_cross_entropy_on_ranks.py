@@ -17,7 +17,7 @@ from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entr
 from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 from megalith.optional import triton_interprets
 from megalith.topology import collectives
-from megalith.torch_compat import all_gather_into
+from megalith.torch_compat.distributed import all_gather_into
 from tests.rank_pool import ranks
 from tests.sampling import sampled
 

@@ -19,7 +19,7 @@ from megalith.parallel.context.attention import ContextMethod, context_attention
 from megalith.parallel.context.partial_attention import PartialAttention
 from megalith.parallel.context.ring import Ring
 from megalith.parallel.context.zigzag import zigzag_positions
-from megalith.torch_compat import all_gather_into, reduce_scatter_into
+from megalith.torch_compat.distributed import all_gather_into, reduce_scatter_into
 from tests.rank_pool import ranks
 
 S, D = 24, 6  # a chunk is 3 tokens on 4 ranks

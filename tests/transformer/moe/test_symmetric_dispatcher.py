@@ -21,7 +21,7 @@ from megalith.parallel.expert.symmetric_a2a import (
     symmetric_combine,
 )
 from megalith.parallel.parameters import local
-from megalith.torch_compat import symmetric_memory
+from megalith.torch_compat.distributed import symmetric_memory
 from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.moe.moe_layer import MoELayer
 from tests.parallel.expert.symmetric_standin import StandInMemory

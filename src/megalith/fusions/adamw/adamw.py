@@ -22,7 +22,7 @@ from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.adamw.formulas import Operands, aten, reference
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.registry import registered
-from megalith.torch_compat import is_capturing
+from megalith.torch_compat.tensors import is_capturing
 
 __all__ = ["FUSION", "fused_adamw_"]
 

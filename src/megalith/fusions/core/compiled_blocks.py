@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from megalith.fusions.core.blocks import Results, add_rows_, blocks, extent
-from megalith.torch_compat import compile_apart
+from megalith.torch_compat.compiler import compile_apart
 
 __all__ = ["compiled_by_blocks", "compiled_whole"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from megalith.torch_compat import keeping_what_is_saved
+from megalith.torch_compat.compiler import keeping_what_is_saved
 
 __all__ = ["compiled"]
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from megalith.torch_compat import compile_apart, compiler_is_watched, trusting_vector_instructions
+from megalith.torch_compat.compiler import compile_apart, compiler_is_watched, trusting_vector_instructions
 
 __all__ = ["cpp_compiler", "why_no_compiler", "why_not_compile"]
 

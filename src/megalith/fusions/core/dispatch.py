@@ -32,7 +32,7 @@ from megalith.fusions.core.devices import is_hopper
 from megalith.fusions.core.names import Backend
 from megalith.fusions.core.preference import ranking, use
 from megalith.optional import has_triton, triton_interprets
-from megalith.torch_compat import forward_mode_is_on
+from megalith.torch_compat.tensors import forward_mode_is_on
 
 __all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "use", "why_not_forward_mode"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
 
-from megalith.torch_compat import any_requires_grad, below_autograd, is_intercepted
+from megalith.torch_compat.tensors import any_requires_grad, below_autograd, is_intercepted
 
 __all__ = ["NON_TENSOR_TYPES", "call_in_backward", "eager_or_operator", "recorded"]
 

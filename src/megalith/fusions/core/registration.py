@@ -19,7 +19,7 @@ from megalith.fusions.core.eager import NON_TENSOR_TYPES, call_in_backward, eage
 from megalith.fusions.core.records import flat_signature
 from megalith.fusions.core.rows import as_rows, fresh_like
 from megalith.optional import triton_interprets
-from megalith.torch_compat import launching_directly
+from megalith.torch_compat.compiler import launching_directly
 
 __all__ = ["Differentiable", "Operator", "gradients_like", "register_without_gradient", "wrap_triton"]
 

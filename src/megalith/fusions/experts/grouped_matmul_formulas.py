@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.rows import contiguous_columns, wide
 from megalith.optional import has_triton
-from megalith.torch_compat import grouped_mm
+from megalith.torch_compat.tensors import grouped_mm
 
 __all__ = ["OPERATOR", "aten", "blocked", "reference"]
 

@@ -29,7 +29,7 @@ from megalith.fusions.norm.formulas import (
 )
 from megalith.fusions.norm.paths import PATHS_OF_SUM, check
 from megalith.numerics.dropout import Dropout
-from megalith.torch_compat import any_requires_grad, forward_mode_is_on
+from megalith.torch_compat.tensors import any_requires_grad, forward_mode_is_on
 
 __all__ = ["FUSION", "fused_add_norm"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.fusions.core.dropout_mask import Mask, keep
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.rows import fresh_like, wide
-from megalith.torch_compat import forward_mode_is_on
+from megalith.torch_compat.tensors import forward_mode_is_on
 
 __all__ = [
     "OPERATOR",

@@ -31,7 +31,7 @@ from megalith.fusions.routing.indices_converter_formulas import (
     to_multihot_reference,
     to_multihot_reference_back,
 )
-from megalith.torch_compat import break_graph_before_gradients_are_lost
+from megalith.torch_compat.compiler import break_graph_before_gradients_are_lost
 
 __all__ = [
     "INDICES_TO_MULTIHOT_FUSION",

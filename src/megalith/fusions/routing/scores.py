@@ -16,7 +16,7 @@ lower index; NaN ranks like inf.
 import torch
 from torch import Tensor
 
-from megalith.torch_compat import is_intercepted
+from megalith.torch_compat.tensors import is_intercepted
 
 __all__ = ["EPSILON", "FAR", "largest", "score_of", "select", "slope_of", "softmax_of_best", "weigh"]
 

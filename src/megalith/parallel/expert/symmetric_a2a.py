@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from megalith.errors import ConfigError, MissingDependencyError, ShapeError
 from megalith.observe.units import quantity
 from megalith.topology.agreement import agreed
-from megalith.torch_compat import symmetric_memory
+from megalith.torch_compat.distributed import symmetric_memory
 
 __all__ = [
     "Departure",

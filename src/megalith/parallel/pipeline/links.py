@@ -23,7 +23,7 @@ from megalith.parallel.pipeline.dependencies import Result, destination, needs, 
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.plan import Schedule
 from megalith.topology.inbox import Inbox
-from megalith.torch_compat import new_group
+from megalith.torch_compat.distributed import new_group
 
 __all__ = ["Deliveries", "Links", "Messages", "ShapeOf", "deliveries_to", "open_links"]
 

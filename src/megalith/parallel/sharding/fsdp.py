@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megalith.errors import ShapeError
 from megalith.parallel.parameters import DeclaringModule
 from megalith.topology.process_groups_config import Family, ProcessGroupCollection
-from megalith.torch_compat import ReduceScatter, end_backward
+from megalith.torch_compat.distributed import ReduceScatter, end_backward
 
 __all__ = ["finish_backward", "gradient_sync", "release_gathered_weights", "shard_model", "sharded_dimension"]
 
