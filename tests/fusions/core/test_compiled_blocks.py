@@ -90,13 +90,14 @@ def norm_after_dropout(T: int, site: int, step: int) -> None:
 
 
 def rope(T: int, site: int, step: int) -> None:
-    x, B = torch.ones(T, T // 2, 2, 8), T // 2  # another number of sequences too
+    B, A = T // 2, T // 2 + 1
+    x = torch.ones(T, B, A, 8)
     q, _ = fusions.fused_rope(x, None, torch.ones(T, 4), torch.zeros(T, 4), backend="compile")
-    assert torch.equal(q, torch.ones(T, B, 2, 8))
+    assert torch.equal(q, torch.ones(T, B, A, 8))
 
 
 @pytest.mark.parametrize("layer", [norm_after_dropout, rope])
-def test_other_lengths_steps_layers_and_batches_compile_nothing_again(layer):
+def test_other_lengths_steps_layers_batches_and_numbers_of_heads_compile_nothing_again(layer):
     layer(6, site=1, step=1)
     with torch.compiler.set_stance("fail_on_recompile"):
         layer(10, site=2, step=5)

@@ -102,12 +102,13 @@ def _compiled(_: CodeType) -> Callable[..., list[Tensor]]:
 
 
 def _any_length(x: Tensor) -> Tensor:
-    """Marks what counts rows of ``x``, a view that nobody else holds, as dynamic for the compiler.
+    """Returns ``x`` with all dimensions but the last marked as dynamic for the compiler, unless they are 1.
 
-    That is the first dimension, and of heads [S, B, A, D] the second too, unless it is 1.
+    They count rows, or of heads [S, B, A, D] tokens, sequences and heads. A view would be traced with the tensor that
+    it is a view of, for longer.
     """
     x = x.detach()
-    for dim in range(max(1, x.dim() - 2)):
+    for dim in range(max(1, x.dim() - 1)):
         torch._dynamo.maybe_mark_dynamic(x, dim)
     return x
 
