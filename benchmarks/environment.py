@@ -26,6 +26,7 @@ def surroundings(scratch: Path) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "TMPDIR": str(scratch),  # where torch keeps the headers that it has compiled
         "HF_HUB_OFFLINE": "1",
     }
 

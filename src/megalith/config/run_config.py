@@ -208,7 +208,7 @@ class TrainConfig(SettingsGroup):
     compile: bool = Field(default=False, description="torch.compile the layers (experimental: compile)")
     compile_fusions: bool | None = Field(
         default=None,
-        description="torch.compile the fused operations on a CPU, which takes about 25 seconds once per machine; null: "
+        description="torch.compile the fused operations on a CPU, which takes about 20 seconds once per machine; null: "
         "if the run is long enough to pay for it; a resumed run keeps its choice",
     )
     evaluation: EvaluationConfig | None = Field(

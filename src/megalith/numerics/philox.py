@@ -50,10 +50,13 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
 def counters_per_chunk(device: torch.device) -> int:
     """Returns how many counters to pass to ``philox4x32`` at a time, so that its temporaries stay small.
 
-    On a CPU they should stay in its caches (measured on one thread: 16k is faster than 4k or 64k); a GPU needs few
-    launches.
+    On a CPU they should stay in its caches (measured on one thread: 16k is faster than 4k or 64k), while torch uses
+    several threads only for more than 32k elements; a GPU needs few launches.
     """
-    return 2**14 if device.type == "cpu" else 2**22
+    if device.type != "cpu":
+        return 2**22
+    threads = torch.get_num_threads()
+    return 2**14 if threads == 1 else 2**15 * threads
 
 
 def _high(product: Tensor) -> Tensor:
