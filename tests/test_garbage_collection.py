@@ -2,6 +2,8 @@
 
 import gc
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,5 +43,25 @@ def test_a_run_collects_rarely_until_everything_is_imported_and_then_as_usual(nu
 
     usually = gc.get_threshold()[0]
     for rank in range(num_ranks):
-        assert noted("preflight", rank) == [1_000_000, False]
+        assert noted("preflight", rank)[0] == 1_000_000
         assert noted("train", rank) == [usually, True]
+
+
+PROGRAM = """
+import gc, json
+from megalith.resilience.call_ranks import call_ranks
+from tests.test_garbage_collection import how_it_collects
+
+if __name__ == "__main__":
+    print(json.dumps(call_ranks(1, how_it_collects)))
+"""
+
+
+def how_it_collects() -> list[object]:
+    return [gc.get_threshold()[0], gc.get_freeze_count() > 100_000]
+
+
+def test_ranks_that_call_a_function_collect_as_usual():
+    run = [sys.executable, "-c", PROGRAM]  # the ranks of this process come from the server of the tests
+    out = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert json.loads(out) == [[gc.get_threshold()[0], True]]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import RankFailedError
+from megalith.garbage_collection import collect_as_usual
 from megalith.resilience.rank_link import Failure, Lines, Place, answer_supervisor
 from megalith.resilience.rank_server import end_with_server, ensure_running
 from megalith.resilience.stop_request import SAVING
@@ -134,6 +135,7 @@ def _rank_main(
         os.dup2(written, 1)
     os.close(written)
     os.environ.update(environment)
+    collect_as_usual()  # the server, which has imported torch, collects rarely
     answer_supervisor(link)
     main(*arguments)
 
