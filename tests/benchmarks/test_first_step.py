@@ -1,7 +1,11 @@
 """The benchmark of a run's start: seconds until the first step, and an error if there is none."""
 
+import subprocess
+import sys
+
 import pytest
 
+from benchmarks.environment import surroundings
 from benchmarks.first_step import STARTS, Start, as_markdown, seconds_to_first_step
 
 
@@ -27,3 +31,10 @@ def test_the_table_has_medians_and_every_round():
     table = as_markdown({"one": [3.0, 1.0, 2.0]}, {"cpu": "a", "torch": "b"}, "today")
     assert "| one | 2.0 | 3.0, 1.0, 2.0 |" in table
     assert table.splitlines()[-1] == "cpu a, torch b"
+
+
+def test_a_benchmark_finds_neither_compiled_code_nor_headers_of_earlier_runs(tmp_path):
+    script = "from torch._inductor.codecache import _HEADER_DIR, cache_dir; print(_HEADER_DIR, cache_dir())"
+    run = [sys.executable, "-c", script]
+    out = subprocess.run(run, env=surroundings(tmp_path), capture_output=True, text=True, check=True).stdout
+    assert [path.startswith(f"{tmp_path}/") for path in out.split()] == [True, True]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalith.numerics.philox import key_of, low_and_high, philox4x32
+from megalith.numerics.philox import counters_per_chunk, key_of, low_and_high, philox4x32
 
 MAX = 0xFFFFFFFF
 # Random123, tests/kat_vectors, the lines "philox4x32 10": counter, key, answer
@@ -63,3 +63,11 @@ def test_keys_differ_by_seed_and_by_name():
     keys = {key_of(seed, name) for seed in range(100) for name in ("a", "b", "1", "1:a")}
     assert len(keys) == 400
     assert all(0 <= word <= MAX for key in keys for word in key)
+
+
+@pytest.mark.parametrize(("threads", "each"), [(1, 2**14), (2, 2**15), (16, 2**15), (64, 2**13)])
+def test_a_chunk_gives_work_to_all_threads_of_a_small_machine_and_stays_small_on_a_large_one(
+    threads, each, monkeypatch
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert counters_per_chunk(torch.device("cpu")) == threads * each

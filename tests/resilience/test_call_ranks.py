@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -14,6 +15,28 @@ from megalith.resilience.call_ranks import call_ranks
 from megalith.resilience.rank_link import tell
 from megalith.training.process_group import process_group
 from tests.program import runs
+
+# without OMP_NUM_THREADS, which the tests set
+SHARING = """
+from megalith.resilience.call_ranks import call_ranks
+from megalith.resilience.launch import get_ready
+from tests.resilience.test_call_ranks import num_threads
+
+if __name__ == "__main__":
+    get_ready(2)
+    print(*call_ranks(2, num_threads))
+"""
+
+
+def num_threads() -> int:
+    return torch.get_num_threads()
+
+
+def test_ranks_share_the_cores():
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    run = [sys.executable, "-c", SHARING]
+    out = subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout
+    assert out.split() == [str(max(1, (os.cpu_count() or 1) // 2))] * 2
 
 
 def rank_and_sum(of: torch.Tensor) -> tuple[int, float]:

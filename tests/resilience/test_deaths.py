@@ -282,16 +282,32 @@ def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+# tells that a rank is requested from the server, which from then on is not replaced if it dies
+TELL_OF_FORKING = """
+import sys
+from multiprocessing.context import ForkServerProcess
+
+fork = ForkServerProcess.start
+
+def forking(self):
+    print("forking", file=sys.stderr, flush=True)
+    fork(self)
+
+ForkServerProcess.start = forking
+""".splitlines()
+
+
 def test_a_server_that_is_killed_before_it_has_forked_a_rank_is_told_of_in_one_line(tmp_path):
     pause = Pause(tmp_path, [0])
     command = ("train", write_settings(tree_in(tmp_path, 2), tmp_path), "--nproc", 2)
-    program = start(*command, first=lines("starting the server of the ranks", 1, tmp_path))
+    paused = lines("starting the server of the ranks", 1, tmp_path)
+    program = start(*command, first=[*TELL_OF_FORKING, *paused])
     [server] = pause.pids()
-    wait_until_told(program, "starting 2 ranks")  # until then another server would be started
+    wait_until_told(program, "forking")
     os.kill(server, KILL)
     found = program.ended(timeout=20)
     assert found.code == 1
-    started, why = found.err.splitlines()
+    started, _, why = found.err.splitlines()
     assert started == "starting 2 ranks"
     assert why.startswith(
         "the process that the ranks were forked from has died (out of memory?); "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megalith.cli.console import Announcer, Console, Progress, show_log, show_text
+from megalith.garbage_collection import importing
 
 if TYPE_CHECKING:
     from megalith.data.tokenizer import Tokenizer
@@ -46,7 +47,8 @@ def import_command(
     from megalith.observe.units import quantity
 
     with _progress(f"reading {source}") as progress:
-        from megalith.training.tasks.conversion import import_model
+        with importing():
+            from megalith.training.tasks.conversion import import_model
 
         found = import_model(source, out, eod, with_proof=not no_proof, progress=progress)
     folder = found.folder
@@ -84,7 +86,8 @@ def export_command(
 ) -> None:
     """Export a run or checkpoint, written in any layout, to a folder that transformers can load."""
     with _progress(f"reading {source}") as progress:
-        from megalith.training.tasks.conversion import export_model
+        with importing():
+            from megalith.training.tasks.conversion import export_model
 
         found = export_model(source, out, dtype, with_proof=not no_proof, progress=progress)
     why = "" if dtype else ", the compute dtype of the run; use --dtype for another"
@@ -120,7 +123,8 @@ def upcycle_command(
     from megalith.observe.units import quantity
 
     with _progress(f"reading {source}", _WRITING) as progress:
-        from megalith.training.tasks.conversion import upcycle_model
+        with importing():
+            from megalith.training.tasks.conversion import upcycle_model
 
         found = upcycle_model(source, out, overrides, scaling=scaling, noise=noise, progress=progress)
     moe, num_shards = found.config.moe, found.config.ffn_hidden_size // found.config.expert_ffn_hidden_size
@@ -143,7 +147,8 @@ def prove_command(
     """Compare the logits of a run with those that transformers computes for a Hugging Face model."""
     with Announcer() as announcer:
         announcer.begin(_COMPARING)
-        from megalith.training.tasks.conversion import prove
+        with importing():
+            from megalith.training.tasks.conversion import prove
 
         proof = prove(source, folder)
     show_text(str(proof))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from megalith.cli.console import Announcer, Console, Progress, show_log, show_text
+from megalith.garbage_collection import importing
 
 __all__ = ["evaluate"]
 
@@ -86,7 +87,8 @@ def _check(data: str | None, samples: int | None, choices: str | None, tokenizer
 
 
 def _losses(source: str, data: str | None, samples: int | None, progress: Callable[[int, int], None]) -> list[str]:
-    from megalith.training.inference import evaluate_checkpoint
+    with importing():
+        from megalith.training.inference import evaluate_checkpoint
 
     lines: list[str] = []
     for found in evaluate_checkpoint(source, data, samples, progress=progress):
@@ -120,10 +122,11 @@ def _confusion(means: Mapping[str, float], names: Sequence[str]) -> list[str]:
 def _answers(
     source: str, choices: str, tokenizer: Path | None, eod: str | None, progress: Callable[[int, int], None]
 ) -> list[str]:
-    from megalith.data.choices import read_questions
-    from megalith.training.inference import say_what_experts_drop
-    from megalith.training.tasks.multiple_choice import answer_questions
-    from megalith.training.tasks.text_scores import TextScorer
+    with importing():
+        from megalith.data.choices import read_questions
+        from megalith.training.inference import say_what_experts_drop
+        from megalith.training.tasks.multiple_choice import answer_questions
+        from megalith.training.tasks.text_scores import TextScorer
 
     questions = read_questions(choices)  # before the model, which is slow to load
     scorer = TextScorer.load(source, tokenizer, eod)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from megalith.cli.console import Announcer, say, show_text
+from megalith.garbage_collection import importing
 
 if TYPE_CHECKING:
     from megalith.models.sampling import Sampling
@@ -64,8 +65,9 @@ def generate(
     _check_eod(eod, tokenizer)
     with Announcer() as announcer:
         announcer.begin(f"loading {source}")
-        from megalith.models.sampling import Sampling
-        from megalith.training.tasks.generation import TextSource
+        with importing():
+            from megalith.models.sampling import Sampling
+            from megalith.training.tasks.generation import TextSource
 
         # check everything that does not need the model, which is slow to load
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)

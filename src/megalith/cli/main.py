@@ -18,7 +18,6 @@ from megalith import __version__
 from megalith.cli import convert, data, demo, evaluate, generate, recipes, report, train, verify
 from megalith.cli.console import say, show_text
 from megalith.errors import ConfigError, MegalithError, NonFiniteError, RankFailedError
-from megalith.garbage_collection import collect_rarely
 from megalith.resilience.rank_link import Failure, is_supervised, tell_failure
 
 __all__ = ["app", "main", "run"]
@@ -57,7 +56,6 @@ def megalith(
 
 def main() -> NoReturn:
     """Runs the command line and exits."""
-    collect_rarely()  # a command imports what it needs when it runs
     _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

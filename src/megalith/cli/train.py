@@ -14,7 +14,7 @@ import typer
 
 from megalith.cli.console import Console, say, say_over, show_log, show_text
 from megalith.cli.recipes import complete_recipe
-from megalith.garbage_collection import collect_as_usual
+from megalith.garbage_collection import importing
 from megalith.recipe_files import require_source
 from megalith.resilience.rank_link import is_supervised, tell
 from megalith.resilience.stop_request import StopRequest
@@ -125,7 +125,8 @@ class _Wanted:
 
 def _show_plan(wanted: _Wanted, world_size: int, console: Console) -> None:
     """A dry run in this process alone; there is nothing to save, so Ctrl-C ends it like any command."""
-    from megalith.training.preflight import preflight
+    with importing():
+        from megalith.training.preflight import preflight
 
     show_log(console)
     _describe(preflight(*wanted.settings(), world_size), world_size)
@@ -137,10 +138,11 @@ def _train_on_ranks(num_ranks: int, wanted: _Wanted) -> int:
         from megalith.resilience.launch import get_ready, launch
 
         get_ready(num_ranks)  # before this process imports torch too
-        from megalith.storage import RunLock
-        from megalith.training.machine_fit import check_machine
-        from megalith.training.preflight import preflight
-        from megalith.training.resume import where_it_goes_on
+        with importing():
+            from megalith.storage import RunLock
+            from megalith.training.machine_fit import check_machine
+            from megalith.training.preflight import preflight
+            from megalith.training.resume import where_it_goes_on
 
         config = preflight(*wanted.settings(), num_ranks)
         check_machine(config, num_ranks, range(num_ranks))
@@ -161,7 +163,7 @@ def _nothing_to_save() -> Iterator[None]:
 
     def stop(number: signal.Signals) -> None:
         say(f"{number.name}: stopped before the ranks were started; run the same command to start again")
-        raise SystemExit(SAVED)  # not an Exception, so no error handler catches it
+        os._exit(SAVED)  # an exception could be raised inside an import, which may turn it into an error of its own
 
     with handled(REQUESTS, stop):
         yield
@@ -176,10 +178,11 @@ def _train_here(
     dry_run: bool,
 ) -> None:
     """Trains in this process, which is one of several ranks or the only one."""
-    from megalith.topology.agreement import agreed
-    from megalith.training.machine_fit import check_machine
-    from megalith.training.preflight import preflight
-    from megalith.training.process_group import choose_device, process_group
+    with importing():
+        from megalith.topology.agreement import agreed
+        from megalith.training.machine_fit import check_machine
+        from megalith.training.preflight import preflight
+        from megalith.training.process_group import choose_device, process_group
 
     show_log(console)
     world_size, local_ranks = (1, range(1)) if launched is None else (launched.world_size, launched.local_ranks)
@@ -218,11 +221,11 @@ def _described(wanted: _Wanted, run_folder: Path | None, world_size: int) -> dic
 
 
 def _train(config: "RunConfig", stop: StopRequest, console: Console, origin: dict[str, str]) -> None:
-    from megalith.insight.report import write_report_if_possible
-    from megalith.training.loop import Outcome
-    from megalith.training.pretrain import pretrain
+    with importing():
+        from megalith.insight.report import write_report_if_possible
+        from megalith.training.loop import Outcome
+        from megalith.training.pretrain import pretrain
 
-    collect_as_usual()  # everything that a run needs is imported, and a user's own modules may hold tensors in cycles
     outcome = pretrain(config, console.show, console.show_progress, origin=origin, stop=stop)
     console.close()
     draws = outcome is not Outcome.WAS_DONE and os.environ.get("RANK", "0") == "0"

@@ -7,6 +7,7 @@ import typer
 
 from megalith.cli.console import Console, show_log, show_text
 from megalith.cli.train import Overrides, Source
+from megalith.garbage_collection import importing
 from megalith.recipe_files import require_source
 
 __all__ = ["verify"]
@@ -27,8 +28,9 @@ def verify(
 
     if world is not None and world < 1:
         raise ConfigError(f"--world (the number of ranks) must be at least 1; got {world}")
-    from megalith.insight.verify.table import as_text
-    from megalith.insight.verify.verification import verify as verify_recipe
+    with importing():
+        from megalith.insight.verify.table import as_text
+        from megalith.insight.verify.verification import verify as verify_recipe
 
     console = Console(sys.stderr)
     show_log(console)

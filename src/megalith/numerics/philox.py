@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = ["counters_per_chunk", "key_of", "low_and_high", "philox4x32"]
 
 _ROUNDS = 10
+_MOST_THREADS = 16  # that share a chunk, whose temporaries take 8 bytes a counter each
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85  # fractional parts of the golden ratio and of sqrt(3)
@@ -50,13 +51,13 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
 def counters_per_chunk(device: torch.device) -> int:
     """Returns how many counters to pass to ``philox4x32`` at a time, so that its temporaries stay small.
 
-    On a CPU they should stay in its caches (measured on one thread: 16k is faster than 4k or 64k), while torch uses
-    several threads only for more than 32k elements; a GPU needs few launches.
+    On a CPU each thread's part should stay in its caches (measured on one thread: 16k is faster than 4k or 64k, on two
+    64k is faster than 16k), and torch gives a thread no less than 32k; a GPU needs few launches.
     """
     if device.type != "cpu":
         return 2**22
     threads = torch.get_num_threads()
-    return 2**14 if threads == 1 else 2**15 * threads
+    return 2**14 if threads == 1 else 2**15 * min(threads, _MOST_THREADS)
 
 
 def _high(product: Tensor) -> Tensor:

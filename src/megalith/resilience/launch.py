@@ -25,9 +25,9 @@ __all__ = ["get_ready", "launch"]
 def get_ready(num_ranks: int) -> None:
     """Begins to import torch for ``launch``, in another process, while the caller checks the run.
 
-    The ranks share this machine's cores unless OMP_NUM_THREADS is set.
+    The ranks share this machine's cores unless OMP_NUM_THREADS is set. On macOS each rank imports torch itself, later.
     """
-    # torch reads it when it is imported
+    # first, because torch reads it when it is imported
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     start_server()
 

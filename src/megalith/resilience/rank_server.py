@@ -9,13 +9,13 @@ Importing this module in the server sets that up, because ``multiprocessing`` le
 modules to import; anywhere else the import does nothing.
 """
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 
-from megalith.garbage_collection import collect_rarely
 from megalith.resilience.parent_death import end_with_parent
 from megalith.resilience.stop_signals import REQUESTS
 
@@ -63,4 +63,4 @@ if os.environ.get(_PROGRAM) == str(os.getppid()):
     os.setsid()
     os.register_at_fork(after_in_child=_hear)
     end_with_parent(os.getppid())
-    collect_rarely()  # what it imports is never freed
+    gc.disable()  # what it imports stays; ranks enable it again

@@ -4,6 +4,7 @@ Ranks are forked from a server that has imported torch once (``rank_server``), e
 terminal's Ctrl-C reaches only this process. If this process dies, the ranks end (``rank_link``, ``parent_death``).
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import RankFailedError
-from megalith.garbage_collection import collect_as_usual
 from megalith.resilience.rank_link import Failure, Lines, Place, answer_supervisor
 from megalith.resilience.rank_server import end_with_server, ensure_running
 from megalith.resilience.stop_request import SAVING
@@ -135,7 +135,8 @@ def _rank_main(
         os.dup2(written, 1)
     os.close(written)
     os.environ.update(environment)
-    collect_as_usual()  # the server, which has imported torch, collects rarely
+    gc.freeze()  # what the server has imported stays
+    gc.enable()
     answer_supervisor(link)
     main(*arguments)
 

@@ -103,6 +103,12 @@ def test_other_lengths_steps_layers_batches_and_numbers_of_heads_compile_nothing
         layer(10, site=2, step=5)
 
 
+def test_tensors_of_the_caller_are_not_marked_for_a_compiler_of_its_own():
+    x = torch.ones(6, 3, 4, 8)
+    fusions.fused_rope(x, None, torch.ones(6, 4), torch.zeros(6, 4), backend="compile")
+    assert not hasattr(x, "_dynamo_weak_dynamic_indices")
+
+
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()

@@ -102,11 +102,12 @@ def _compiled(_: CodeType) -> Callable[..., list[Tensor]]:
 
 
 def _any_length(x: Tensor) -> Tensor:
-    """Returns ``x`` with all dimensions but the last marked as dynamic for the compiler, unless they are 1.
+    """Returns ``x`` with all dimensions but the last, if there are several, marked as dynamic for the compiler.
 
-    They count rows, or of heads [S, B, A, D] tokens, sequences and heads. A view would be traced with the tensor that
-    it is a view of, for longer.
+    They count rows, or of heads [S, B, A, D] tokens, sequences and heads; a size of 1 is compiled by itself.
     """
+    # another tensor object: a mark on the caller's would reach the caller's own torch.compile, and a view would be
+    # traced together with the tensor that it is a view of, which takes longer
     x = x.detach()
     for dim in range(max(1, x.dim() - 1)):
         torch._dynamo.maybe_mark_dynamic(x, dim)
