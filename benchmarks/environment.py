@@ -3,10 +3,14 @@
 import os
 import platform
 import subprocess
+import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["commit", "describe", "surroundings"]
+__all__ = ["SURROUNDED", "again_in_surroundings", "commit", "describe", "surroundings"]
+
+SURROUNDED = "MEGALITH_BENCHMARK_SURROUNDED"  # set in the child of ``again_in_surroundings``
 
 _PACKAGES = ("megalith", "torch", "transformers", "megatron-core", "numpy")
 
@@ -29,6 +33,13 @@ def surroundings(scratch: Path) -> dict[str, str]:
         "TMPDIR": str(scratch),  # where torch keeps the headers that it has compiled
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def again_in_surroundings(module: str) -> int:
+    """Runs this command, ``python -m MODULE``, in a child process with ``surroundings``; returns its exit code."""
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = surroundings(Path(scratch)) | {SURROUNDED: "1"}
+        return subprocess.run([sys.executable, "-m", module, *sys.argv[1:]], env=environment, check=False).returncode
 
 
 def describe() -> dict[str, str]:

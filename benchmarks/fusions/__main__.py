@@ -4,9 +4,7 @@ import argparse
 import json
 import logging
 import os
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import describe, surroundings
+from benchmarks.environment import SURROUNDED, again_in_surroundings, describe
 from benchmarks.fusions.calls import as_markdown as calls_as_markdown
 from benchmarks.fusions.calls import measure_calls
 from benchmarks.fusions.registry import OPERATIONS
@@ -30,7 +28,6 @@ log = logging.getLogger(__name__)
 RESULTS = Path(__file__).parent.parent / "results"
 # bytes of the largest tensor: larger than a CPU's caches; on a GPU launch-bound, in between, and memory-bound
 SIZES = {"cpu": [16 << 20], "cuda": [4 << 20, 64 << 20, 1 << 30]}
-_SURROUNDED = "MEGALITH_BENCHMARK_SURROUNDED"  # set in the process that measures
 DTYPES = {"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16]}
 
 
@@ -49,8 +46,8 @@ def main() -> None:
     parser.add_argument("--calls", action="store_true", help="also the overhead of calls on tiny tensors")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     options = parser.parse_args()
-    if options.device == "cpu" and _SURROUNDED not in os.environ:  # a GPU's host must not be pinned to one core
-        sys.exit(_again_in_surroundings())
+    if options.device == "cpu" and SURROUNDED not in os.environ:  # a GPU's host must not be pinned to one core
+        sys.exit(again_in_surroundings("benchmarks.fusions"))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     names = list(OPERATIONS) if options.only is None else options.only
     if unknown := set(names) - OPERATIONS.keys():
@@ -92,14 +89,6 @@ def _keep(file: Path | None, table: str, numbers: dict[str, Any]) -> None:
     file.with_suffix(".md").write_text(table)
     file.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
     log.info("results are in %s.md and .json", file)
-
-
-def _again_in_surroundings() -> int:
-    """Runs this command in a child process, with the environment that all benchmarks give to their contenders."""
-    with tempfile.TemporaryDirectory() as scratch:
-        environment = surroundings(Path(scratch)) | {_SURROUNDED: "1"}
-        command = [sys.executable, "-m", "benchmarks.fusions", *sys.argv[1:]]
-        return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _run(names: list[str], device: str, sizes: list[int], rounds: int) -> Run:
