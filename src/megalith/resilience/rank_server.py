@@ -46,8 +46,12 @@ def end_with_server() -> None:
         end_with_parent(_SERVER)
 
 
-def _hear() -> None:
+def _begin() -> None:
+    """Undoes in a forked process what is set in the server; what the server has imported is no garbage."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+    if os.getppid() == _SERVER:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager
@@ -61,6 +65,6 @@ def _blocked() -> Iterator[None]:
 
 if os.environ.get(_PROGRAM) == str(os.getppid()):
     os.setsid()
-    os.register_at_fork(after_in_child=_hear)
+    os.register_at_fork(after_in_child=_begin)
     end_with_parent(os.getppid())
-    gc.disable()  # what it imports stays; ranks enable it again
+    gc.disable()  # what it imports stays

@@ -4,7 +4,6 @@ Ranks are forked from a server that has imported torch once (``rank_server``), e
 terminal's Ctrl-C reaches only this process. If this process dies, the ranks end (``rank_link``, ``parent_death``).
 """
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -135,8 +134,6 @@ def _rank_main(
         os.dup2(written, 1)
     os.close(written)
     os.environ.update(environment)
-    gc.freeze()  # what the server has imported stays
-    gc.enable()
     answer_supervisor(link)
     main(*arguments)
 
