@@ -39,6 +39,8 @@ class Ended:
 
 def here(*arguments: object) -> Ended:
     """Runs ``megalith ARGUMENTS`` in this process, without starting ranks."""
+    if "--nproc" in arguments:
+        fork_context()  # else the command's own server would become that of all tests of this process
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", ["megalith", *map(str, arguments)]):
         code = run()
