@@ -136,15 +136,19 @@ def reads_pairs(layout: str, inverse: bool) -> bool:
 
 def rotate(x: Tensor, table: Tables, how: Rotation, dtype: torch.dtype | None = None) -> Tensor:
     """``x`` [S, B, A, D] rotated by its positions, in float32 or wider, or rounded to ``dtype``."""
+    dtype = dtype or wide(x.dtype)
     others: list[Tensor] = []
     if 2 * table.cos.shape[-1] < x.shape[-1]:
         before, x, after = columns(x, table, how)
-        others = [before.to(wide(x.dtype)), after.to(wide(x.dtype))]
-    halves = rotate_pairs(x, table, how)
-    pairs = reads_pairs(how.layout, not how.inverse)
-    y = torch.stack(halves, dim=-1).flatten(-2) if pairs else torch.cat(halves, dim=-1)
-    y = torch.cat((others[0], y, others[1]), dim=-1) if others else y
-    return y if dtype is None else y.to(dtype)
+        others = [before.to(dtype), after.to(dtype)]
+    # rounded before they are joined: the compiler would join them in float32, in memory
+    halves = [half.to(dtype) for half in rotate_pairs(x, table, how)]
+    y = (
+        torch.stack(halves, dim=-1).flatten(-2)
+        if reads_pairs(how.layout, not how.inverse)
+        else torch.cat(halves, dim=-1)
+    )
+    return torch.cat((others[0], y, others[1]), dim=-1) if others else y
 
 
 def columns(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
