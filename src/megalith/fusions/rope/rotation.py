@@ -143,11 +143,8 @@ def rotate(x: Tensor, table: Tables, how: Rotation, dtype: torch.dtype | None = 
         others = [before.to(dtype), after.to(dtype)]
     # rounded before they are joined: the compiler would join them in float32, in memory
     halves = [half.to(dtype) for half in rotate_pairs(x, table, how)]
-    y = (
-        torch.stack(halves, dim=-1).flatten(-2)
-        if reads_pairs(how.layout, not how.inverse)
-        else torch.cat(halves, dim=-1)
-    )
+    pairs = reads_pairs(how.layout, not how.inverse)
+    y = torch.stack(halves, dim=-1).flatten(-2) if pairs else torch.cat(halves, dim=-1)
     return torch.cat((others[0], y, others[1]), dim=-1) if others else y
 
 
