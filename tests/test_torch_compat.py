@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megalith.fusions.core.compiler import why_not_compile
+from megalith.torch_compat.compiled_ahead import can_compile_ahead, compile_ahead, load_ahead
 from megalith.torch_compat.compiler import compile_apart
 from megalith.torch_compat.distributed import all_gather_into, reduce_scatter_into
 from megalith.torch_compat.tensors import grouped_mm, linear_in_onednn, multiplies_natively
@@ -68,6 +69,21 @@ def test_a_compiler_of_its_own_is_asked_for_where_torch_has_one():
     options = inspect.signature(torch.compile).parameters
     assert ("isolate_recompiles" in options) == ("recompile_limit" in options)  # both new in 2.13
     assert compile_apart(torch.neg)  # neither is passed where it does not exist
+
+
+@pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
+def test_this_torch_compiles_ahead_of_the_call_and_keeps_the_code(tmp_path):
+    assert can_compile_ahead()
+    x = torch.arange(6.0)
+    compile_ahead(one_more, (x,)).save(tmp_path / "one more")
+    loaded = load_ahead(tmp_path / "one more", one_more)
+    assert loaded.fits(x)
+    assert not loaded.fits(x.double())
+    assert loaded.run(x).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def one_more(x: torch.Tensor) -> torch.Tensor:
+    return x + 1.0
 
 
 @pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")

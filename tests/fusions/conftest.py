@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megalith.errors import BackendError
+from megalith.fusions.core import compiled_formulas
 
 ON_GPU = torch.cuda.is_available()
 
@@ -20,3 +21,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         if ON_GPU and "aten" in parameters and "backend='aten'" in str(error):
             pytest.skip(str(error))
         raise
+
+
+@pytest.fixture
+def new_folder(tmp_path, monkeypatch):
+    """An empty folder for compiled formulas."""
+    monkeypatch.setattr(compiled_formulas, "_folder", lambda: tmp_path)
+    return tmp_path

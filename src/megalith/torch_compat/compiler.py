@@ -34,7 +34,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_FORMULA: dict[str, str | int | bool | Callable[..., Any]] = {
+FORMULA: dict[str, str | int | bool | Callable[..., Any]] = {
     # without this, a value rounded for storage and widened again would be used unrounded
     "emulate_precision_casts": True,
     # a product and the sum that it goes into are one FMA, rounded once; exact GELU takes three quarters of the time
@@ -60,7 +60,7 @@ def compile_apart(function: Callable[P, R]) -> Callable[P, R]:
 
     Before 2.13 they share one cache, and its limit of eight variants; a ninth runs in eager mode.
     """
-    return torch.compile(function, dynamic=False, options=_FORMULA, **_apart)
+    return torch.compile(function, dynamic=False, options=FORMULA, **_apart)
 
 
 def compile_layers_(layers: Sequence[nn.Module]) -> None:

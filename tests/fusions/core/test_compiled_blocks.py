@@ -1,26 +1,25 @@
 """Compiled formulas over rows: compiled once for any number of rows, results written to parts of tensors, sums."""
 
 import functools
-import random
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from megalith import fusions
 from megalith.fusions.core import compiled_blocks
 from megalith.fusions.core.compiled_blocks import compiled_by_blocks
+from megalith.fusions.core.compiled_formulas import CompiledFormula
 from megalith.fusions.core.compiler import why_not_compile
 from megalith.numerics.dropout import Dropout, DropoutKey
+from tests.compiling import builds
 
 pytestmark = pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    torch.compiler.reset()
-    compiled_blocks._compiled.cache_clear()
+def small_blocks(monkeypatch, new_folder):
+    monkeypatch.setattr(compiled_blocks, "_compiled", CompiledFormula(compiled_blocks._compute))
     monkeypatch.setattr(
         compiled_blocks, "blocks", lambda n, *_, **__: (slice(i, min(i + 4, n)) for i in range(0, n, 4))
     )
@@ -30,10 +29,10 @@ def test_a_formula_of_rows_is_compiled_once_and_adds_up_the_sums_of_all_blocks()
     def formula(x: Tensor, absent: None) -> tuple[Tensor, Tensor]:
         return x + 1.0, x.sum(dim=0)
 
-    for num_rows, stance in ((11, "default"), (6, "fail_on_recompile")):  # blocks of 4, 4, 3 and of 4, 2
+    for num_rows, num_builds in ((11, 1), (6, 0)):  # blocks of 4, 4, 3 and of 4, 2
         x = torch.randn(num_rows, 5)
         y, total = torch.empty(num_rows, 5), torch.zeros(5)
-        with torch.compiler.set_stance(stance):
+        with builds(num_builds):
             compiled_by_blocks(formula, (x, None), (y,), (total,))
         assert torch.equal(y, x + 1.0)
         torch.testing.assert_close(total, x.sum(dim=0))
@@ -99,7 +98,7 @@ def rope(T: int, site: int, step: int) -> None:
 @pytest.mark.parametrize("layer", [norm_after_dropout, rope])
 def test_other_lengths_steps_layers_batches_and_numbers_of_heads_compile_nothing_again(layer):
     layer(6, site=1, step=1)
-    with torch.compiler.set_stance("fail_on_recompile"):
+    with builds(0):
         layer(10, site=2, step=5)
 
 
@@ -107,32 +106,6 @@ def test_tensors_of_the_caller_are_not_marked_for_a_compiler_of_its_own():
     x = torch.ones(6, 3, 4, 8)
     fusions.fused_rope(x, None, torch.ones(6, 4), torch.zeros(6, 4), backend="compile")
     assert not hasattr(x, "_dynamo_weak_dynamic_indices")
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def test_code_that_was_compiled_for_one_number_of_threads_is_in_the_cache_for_any(threads):
-    new = random.SystemRandom().randrange(2**20)  # so that no earlier run has left this formula in the cache
-
-    def formula(x: Tensor, absent: None) -> tuple[Tensor, Tensor]:
-        return x - new, x.sum(dim=0)
-
-    x, y, total = torch.randn(11, 5), torch.empty(11, 5), torch.zeros(5)
-    found = []
-    for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
-        torch.compiler.reset()
-        compiled_blocks._compiled.cache_clear()
-        counters.clear()
-        compiled_by_blocks(formula, (x, None), (y,), (total,))
-        assert torch.equal(y, x - new)
-        found.append([counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss")])
-    assert found == [[0, 1], [1, 0]]
 
 
 def test_backward_gets_what_it_gets_in_blocks():

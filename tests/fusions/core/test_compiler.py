@@ -40,7 +40,7 @@ def test_a_compiler_that_cannot_build_is_found_out_once(monkeypatch):
         tries.append(function)
         raise RuntimeError("Python.h: No such file or directory\nlong output")
 
-    monkeypatch.setattr(compiler, "compile_apart", refuse)
+    monkeypatch.setattr(compiler, "CompiledFormula", refuse)
     monkeypatch.setattr(compiler.shutil, "which", lambda _: "/usr/bin/g++")
     assert (
         why_not_compile()
@@ -60,7 +60,7 @@ def test_a_compiler_that_does_not_know_the_instructions_of_this_cpu_builds_with_
             raise RuntimeError("g++: error: unrecognized command-line option '-mamx-fp16'")
         return function
 
-    monkeypatch.setattr(compiler, "compile_apart", knows_old_instructions)
+    monkeypatch.setattr(compiler, "CompiledFormula", knows_old_instructions)
     with torch._inductor.config.patch({"cpp.vec_isa_ok": None}):
         assert why_not_compile() is None
     assert seen == [True, None]
@@ -68,7 +68,7 @@ def test_a_compiler_that_does_not_know_the_instructions_of_this_cpu_builds_with_
 
 @pytest.mark.parametrize("given", [None, False])
 def test_what_the_loop_has_shown_is_not_asked_again_unless_a_user_said_so(given, monkeypatch):
-    monkeypatch.setattr(compiler, "compile_apart", lambda function: function)
+    monkeypatch.setattr(compiler, "CompiledFormula", lambda function: function)
     monkeypatch.setattr(compiler.shutil, "which", lambda _: "/usr/bin/g++")
     with torch._inductor.config.patch({"cpp.vec_isa_ok": given}):
         assert why_not_compile() is None
@@ -116,7 +116,7 @@ def test_blocks_may_end_in_the_order_they_began_in():
 def test_who_calls_the_first_operation_is_told_of_the_wait_once_unless_somebody_tells_already(
     is_watched, monkeypatch, caplog
 ):
-    monkeypatch.setattr(compiler, "compile_apart", lambda function: function)
+    monkeypatch.setattr(compiler, "CompiledFormula", lambda function: function)
     monkeypatch.setattr(compiler.shutil, "which", lambda _: "/usr/bin/g++")
     with watch_compiler(lambda: None, lambda: None) if is_watched else nullcontext():
         why_not_compile()
@@ -129,7 +129,7 @@ def test_a_fake_tensor_asks_no_compiler(monkeypatch):
     def refuse(function):
         raise AssertionError("a probe of fake tensors would crash")
 
-    monkeypatch.setattr(compiler, "compile_apart", refuse)
+    monkeypatch.setattr(compiler, "CompiledFormula", refuse)
     with FakeTensorMode():
         x = torch.empty(512, 1024, requires_grad=True)
         y = fusions.glu(x, activation="silu")

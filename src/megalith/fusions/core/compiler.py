@@ -9,7 +9,8 @@ from contextlib import suppress
 
 import torch
 
-from megalith.torch_compat.compiler import compile_apart, compiler_is_watched, trusting_vector_instructions
+from megalith.fusions.core.compiled_formulas import CompiledFormula
+from megalith.torch_compat.compiler import compiler_is_watched, trusting_vector_instructions
 
 __all__ = ["cpp_compiler", "why_no_compiler", "why_not_compile"]
 
@@ -58,9 +59,9 @@ def _build() -> None:
     """
     with suppress(Exception):  # an old compiler with a new CPU
         with trusting_vector_instructions():
-            compile_apart(_probe)(torch.zeros(64))
+            CompiledFormula(_probe)(torch.zeros(64))
         return
-    compile_apart(_probe)(torch.zeros(64))
+    CompiledFormula(_probe)(torch.zeros(64))
 
 
 def _probe(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from megalith.fusions.core.blocks import by_blocks, widened_by_blocks
-from megalith.fusions.core.compiled_blocks import compiled_whole
+from megalith.fusions.core.compiled_formulas import CompiledFormula
 from megalith.fusions.core.registration import Operator, gradients_like
 from megalith.fusions.core.rows import fresh_like, wide
 from megalith.fusions.rope.rotation import (
@@ -238,4 +238,9 @@ def _whole_backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
 
 blocked = OPERATOR.register("rope_blocked", _forward, _backward, opaque=True)
 # not by blocks: the compiler concatenates the halves of a head in its own memory, and would copy them to given outputs
-compiled = OPERATOR.register("rope_compiled", compiled_whole(reference), compiled_whole(_whole_backward), opaque=True)
+compiled = OPERATOR.register(
+    "rope_compiled",
+    CompiledFormula(reference, shares_vectors=True),
+    CompiledFormula(_whole_backward, shares_vectors=True),
+    opaque=True,
+)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.core.blocks import by_blocks
-from megalith.fusions.core.compiled_blocks import compiled_whole
+from megalith.fusions.core.compiled_formulas import CompiledFormula
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.rows import wide
 from megalith.fusions.rope.rotation import Rotation, Tables, rotate
@@ -86,5 +86,8 @@ def reference_back(
 # forward copies each column once, to its final place, so blocks would not help
 blocked = OPERATOR.register("mla_rope_kv_blocked", reference, _backward, opaque=True)
 compiled = OPERATOR.register(
-    "mla_rope_kv_compiled", compiled_whole(reference), compiled_whole(reference_back), opaque=True
+    "mla_rope_kv_compiled",
+    CompiledFormula(reference, shares_vectors=True),
+    CompiledFormula(reference_back, shares_vectors=True),
+    opaque=True,
 )

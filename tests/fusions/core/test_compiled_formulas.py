@@ -1,0 +1,200 @@
+"""Compiled formulas: the code that runs is that for the arguments, from this process, an earlier one, or new."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.fusions.core import compiled_formulas
+from megalith.fusions.core.compiled_formulas import CompiledFormula
+from megalith.fusions.core.compiler import why_not_compile
+from tests.compiling import builds
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}"),
+    pytest.mark.usefixtures("new_folder"),
+]
+
+
+def scaled(x: Tensor, y: Tensor | None, options: tuple[float, str]) -> Tensor:
+    scale, how = options
+    z = x * scale if y is None else x * scale - y
+    return z.sum(dim=-1, keepdim=True) if how == "sum" else z
+
+
+def check(formula: CompiledFormula, *arguments: object) -> None:
+    torch.testing.assert_close(formula(*arguments), scaled(*arguments))
+
+
+def test_other_options_dtypes_columns_and_strides_get_code_of_their_own():
+    formula, x = CompiledFormula(scaled), torch.randn(6, 8)
+    for _ in range(2):
+        check(formula, x, None, (2.0, ""))
+        check(formula, x, x + 1.0, (2.0, ""))
+        check(formula, x, x + 1.0, (3.0, ""))
+        check(formula, x, x + 1.0, (3.0, "sum"))
+        check(formula, x.double(), x.double() + 1.0, (3.0, "sum"))
+        check(formula, x[:, :5], x[:, 3:], (3.0, "sum"))
+        check(formula, x[:, ::2], x[:, 1::2], (3.0, "sum"))
+        check(formula, x.t(), x.t() + 1.0, (3.0, "sum"))
+
+
+def test_sizes_that_were_equal_when_code_was_compiled_may_differ_later():
+    formula = CompiledFormula(scaled)
+    for sizes in ((8, 8, 8), (4, 6, 8), (1, 6, 8), (6, 1, 8), (2, 2, 2)):
+        x = torch.randn(sizes)
+        check(formula, x, x + 1.0, (2.0, ""))
+        check(formula, x, x[:1] + 1.0, (2.0, ""))
+        check(formula, x.transpose(0, 1), x.transpose(0, 1) + 1.0, (2.0, ""))
+
+
+def test_a_tensor_that_was_given_twice_may_be_two_later():
+    formula, x = CompiledFormula(scaled), torch.randn(6, 8)
+    check(formula, x, x, (2.0, ""))
+    check(formula, x, x + 1.0, (2.0, ""))
+
+
+def closed_over(by: Tensor, also: Tensor, options: tuple[float, str]):
+    def formula(x: Tensor) -> Tensor:
+        return scaled(x * by, also, options)
+
+    return formula
+
+
+def test_what_a_closure_holds_is_part_of_the_arguments():
+    compute = CompiledFormula(lambda inner, x: inner(x))
+    x, a, b = torch.randn(6, 8), torch.randn(8), torch.randn(8).requires_grad_()
+    for inner in (closed_over(a, a, (2.0, "")), closed_over(a, b, (2.0, "")), closed_over(b, a, (3.0, "sum"))):
+        torch.testing.assert_close(compute(inner, x), inner(x))
+
+
+def test_no_number_of_rows_is_compiled_again_and_no_gradient_is_recorded():
+    formula, x = CompiledFormula(scaled), torch.randn(50, 8, requires_grad=True)
+    with builds(1):
+        for num_rows in (7, 8, 9, 50):
+            assert not formula(x[:num_rows], None, (2.0, "")).requires_grad
+
+
+def test_vectors_are_numbers_of_each_row_or_shared():
+    for shares, num_builds in ((False, 1), (True, 2)):
+        formula = CompiledFormula(scaled, shares_vectors=shares)
+        with builds(num_builds):
+            for length in (6, 9):
+                check(formula, torch.randn(length), None, (2.0, ""))
+
+
+def test_a_later_run_loads_the_code_and_gets_the_same_bits():
+    x = torch.randn(6, 8).bfloat16()
+    with builds(1):
+        first = CompiledFormula(scaled)(x, x + 1.0, (1.7, ""))
+    with builds(0):
+        later = CompiledFormula(scaled)
+        assert torch.equal(later(x, x + 1.0, (1.7, "")), first)
+        check(later, torch.randn(9, 8).bfloat16(), torch.ones(8).bfloat16().expand(9, 8).contiguous(), (1.7, ""))
+    with builds(1):
+        check(CompiledFormula(scaled), x, x + 1.0, (1.8, ""))
+
+
+def test_code_of_other_sources_or_another_torch_is_not_found(tmp_path, monkeypatch):
+    folder = compiled_formulas._folder_of
+    for part in ("fusions", "numerics", "torch_compat"):
+        (tmp_path / part).mkdir()
+    source = tmp_path / "fusions" / "formula.py"
+    source.write_text("a = 1")
+    before = folder(tmp_path)
+    assert folder(tmp_path) == before
+    source.write_text("a = 2")
+    changed = folder(tmp_path)
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    assert len({before, changed, folder(tmp_path)}) == 3
+
+
+def test_a_file_that_cannot_be_loaded_is_replaced(new_folder):
+    x = torch.randn(6, 8)
+    CompiledFormula(scaled)(x, None, (2.0, ""))
+    (path,) = new_folder.iterdir()
+    path.write_bytes(path.read_bytes()[:1000])
+    with builds(1):
+        check(CompiledFormula(scaled), x, None, (2.0, ""))
+    with builds(0):
+        check(CompiledFormula(scaled), x, None, (2.0, ""))
+    assert [*new_folder.iterdir()] == [path]
+
+
+def test_without_a_folder_to_write_to_each_process_compiles(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compiled_formulas, "_folder", lambda: tmp_path / "file" / "folder")
+    for _ in range(2):
+        with builds(1):
+            check(CompiledFormula(scaled), torch.randn(6, 8), None, (2.0, ""))
+
+
+def test_a_torch_that_cannot_compile_ahead_compiles_at_the_call(monkeypatch):
+    monkeypatch.setattr(compiled_formulas, "can_compile_ahead", lambda: False)
+    formula = CompiledFormula(scaled)
+    with builds(2):
+        for num_rows in (6, 9):
+            x = torch.randn(num_rows, 8)
+            check(formula, x, None, (2.0, ""))
+            check(formula, x, x[:, :1], (2.0, ""))
+
+
+def test_a_formula_that_raises_raises_its_own_error():
+    def refuses(x: Tensor) -> Tensor:
+        raise ArithmeticError("not these")
+
+    with pytest.raises(Exception, match="not these"):
+        CompiledFormula(refuses)(torch.randn(6, 8))
+
+
+def test_many_lengths_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(compiled_formulas, "_MOST_SIGNATURES", 3)
+    formula = CompiledFormula(scaled)
+    with builds(1):
+        for num_rows in range(2, 9):
+            check(formula, torch.randn(num_rows, 8), None, (2.0, ""))
+    assert len(formula._by_signature) <= 3
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("num_threads", [(1, 2), (2, 1)])
+def test_another_number_of_threads_runs_the_same_code(num_threads):
+    x = torch.randn(64, 4096)
+    results = []
+    for number, num_builds in zip(num_threads, (1, 0), strict=True):
+        torch.set_num_threads(number)
+        with builds(num_builds):
+            results.append(CompiledFormula(scaled)(x, None, (2.0, "sum")))
+    assert torch.equal(*results)
+
+
+@pytest.fixture
+def default_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def one_more(x: Tensor) -> Tensor:
+    return x + torch.ones(())
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y
+
+
+@pytest.mark.usefixtures("default_dtype")
+def test_the_default_dtype_and_autocast_are_part_of_the_arguments():
+    compute, multiply = CompiledFormula(one_more), CompiledFormula(product)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        assert compute(torch.ones(3, 4, dtype=torch.int32)).dtype == dtype
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", enabled=enabled):
+            found = multiply(torch.ones(3, 4), torch.ones(4, 4))
+        assert found.dtype == (torch.bfloat16 if enabled else torch.float32)
