@@ -55,7 +55,8 @@ def activate(a: Tensor, activation: str, *, recorded: bool = True) -> Tensor:
     """
     check_activation(activation)
     if activation == "silu":
-        return torch.nn.functional.silu(a)
+        # compiled, both directions of a gated unit share this sigmoid, whose exponential is most of their work
+        return a * a.sigmoid() if not recorded and torch.compiler.is_compiling() else torch.nn.functional.silu(a)
     if activation == "relu":
         return torch.relu(a)
     if activation == "gelu":

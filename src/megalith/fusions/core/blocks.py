@@ -85,7 +85,8 @@ def widened_by_blocks(
 def extent(given: Sequence[Tensor | None]) -> tuple[int, int]:
     """Number of rows, and elements per row of the widest tensor."""
     tensors = [x for x in given if x is not None]
-    return tensors[0].shape[0], max(x[:1].numel() for x in tensors)
+    num_rows = tensors[0].shape[0]
+    return num_rows, max([x.numel() for x in tensors]) // max(1, num_rows)
 
 
 def _take_results(results: Results, targets: Sequence[Tensor], sums: Sequence[Tensor]) -> None:

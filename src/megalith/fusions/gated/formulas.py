@@ -189,11 +189,13 @@ def reference_back(
     gating, acc, nothing = Gating(*options), wide(x.dtype), x.new_empty(0)
     gate, linear = halves(x, up, gating.interleaved)
     da, dl, *of_weights = gradients_of(dy.to(acc), gate.to(acc), linear.to(acc), bias, weights, gating)
+    # rounded before they are joined: otherwise the compiler joins them in float32, in memory
+    dx, dup = da.to(x.dtype), dl.to(x.dtype if up is None else up.dtype)
     dw = nothing if weights is None else of_weights[0].to(weights.dtype)
     dbias = nothing if bias is None else join(da.sum(dim=0), dl.sum(dim=0), gating.interleaved).to(bias.dtype)
     if up is None:
-        return join(da, dl, gating.interleaved).to(x.dtype), nothing, dbias, dw
-    return da.to(x.dtype), dl.to(up.dtype), dbias, dw
+        return join(dx, dup, gating.interleaved), nothing, dbias, dw
+    return dx, dup, dbias, dw
 
 
 def _forward(
