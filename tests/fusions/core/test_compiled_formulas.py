@@ -1,5 +1,7 @@
 """Compiled formulas: the code that runs is that for the arguments, from this process, an earlier one, or new."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from megalith.fusions.core import compiled_formulas
 from megalith.fusions.core.compiled_formulas import CompiledFormula
 from megalith.fusions.core.compiler import why_not_compile
+from megalith.torch_compat.compiler import watch_compiler
 from tests.compiling import builds
 
 pytestmark = [
@@ -153,6 +156,21 @@ def test_many_lengths_do_not_fill_the_memory(monkeypatch):
         for num_rows in range(2, 9):
             check(formula, torch.randn(num_rows, 8), None, (2.0, ""))
     assert len(formula._by_signature) <= 3
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_who_waits_is_told_once_unless_somebody_tells_already_or_nothing_is_built(is_watched, monkeypatch, caplog):
+    compiled_formulas._tell.cache_clear()
+    x = torch.randn(6, 8)
+    with watch_compiler(lambda: None, lambda: None) if is_watched else nullcontext():
+        for scale in (2.0, 3.0):
+            CompiledFormula(scaled)(x, None, (scale, ""))
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert ["compiling fused operations for this CPU" in line for line in told] == [True] * (not is_watched)
+    compiled_formulas._tell.cache_clear()
+    caplog.clear()
+    CompiledFormula(scaled)(x, None, (2.0, ""))
+    assert not caplog.records
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Whether torch.compile works here is tested by compiling, and every reason why not is one clause."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.core.compiler import why_not_compile
 from megalith.fusions.core.dispatch import Fusion
 from megalith.fusions.core.preference import ranking, without_compiling
-from megalith.torch_compat.compiler import watch_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -110,19 +109,6 @@ def test_blocks_may_end_in_the_order_they_began_in():
         first.close()
         assert not ranking.compiles
     assert ranking.compiles
-
-
-@pytest.mark.parametrize("is_watched", [False, True])
-def test_who_calls_the_first_operation_is_told_of_the_wait_once_unless_somebody_tells_already(
-    is_watched, monkeypatch, caplog
-):
-    monkeypatch.setattr(compiler, "CompiledFormula", lambda function: function)
-    monkeypatch.setattr(compiler.shutil, "which", lambda _: "/usr/bin/g++")
-    with watch_compiler(lambda: None, lambda: None) if is_watched else nullcontext():
-        why_not_compile()
-        why_not_compile()
-    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert ["compiling fused operations for this CPU" in line for line in told] == [True] * (not is_watched)
 
 
 def test_a_fake_tensor_asks_no_compiler(monkeypatch):

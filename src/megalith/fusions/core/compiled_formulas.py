@@ -28,9 +28,9 @@ from megalith.torch_compat.compiled_ahead import (
     compile_ahead,
     load_ahead,
 )
-from megalith.torch_compat.compiler import compile_apart
+from megalith.torch_compat.compiler import compile_apart, compiler_is_watched
 
-__all__ = ["CompiledFormula"]
+__all__ = ["CompiledFormula", "announce_wait"]
 
 R = TypeVar("R")
 X = TypeVar("X")
@@ -98,6 +98,7 @@ class CompiledFormula(Generic[R]):
 
     def _built(self, path: Path, example: tuple[object, ...]) -> CompiledAhead[R] | None:
         """A new variant, also written to ``path``; None if torch cannot build it ahead of the call."""
+        announce_wait()
         try:
             variant = compile_ahead(self._function, example)
         except Exception as error:  # the formula's own errors are raised by the call that follows
@@ -112,8 +113,26 @@ class CompiledFormula(Generic[R]):
     def _checked(self, *arguments: object) -> R:
         """Through torch.compile, which finds the code for ``arguments`` itself."""
         if self._by_torch is None:
+            announce_wait()
             self._by_torch = compile_apart(self._function)
         return self._by_torch(*_example(arguments, self._shares))
+
+
+def announce_wait() -> None:
+    """Logs, once per process, that compiling takes time.
+
+    To be called before something is compiled; nothing is logged inside ``watch_compiler``, whose caller reports it.
+    """
+    if not compiler_is_watched():
+        _tell()
+
+
+@functools.cache
+def _tell() -> None:
+    log.warning(
+        "compiling fused operations for this CPU on their first calls, a few seconds each; later runs load them "
+        "(use('blocked') or TORCH_COMPILE_DISABLE=1 avoids it)"
+    )
 
 
 def _global_state() -> tuple[Hashable, ...]:

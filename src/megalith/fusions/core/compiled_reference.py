@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from megalith.fusions.core.compiled_formulas import announce_wait
 from megalith.torch_compat.compiler import keeping_what_is_saved
 
 __all__ = ["compiled"]
@@ -21,6 +22,7 @@ def compiled(reference: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def build() -> Callable[..., Any]:
+        announce_wait()
         return torch.compile(reference, dynamic=True)
 
     def run(*args: P.args, **_: P.kwargs) -> R:

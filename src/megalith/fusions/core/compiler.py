@@ -1,7 +1,6 @@
 """Whether torch.compile can build for this machine's CPU, determined by building once per process."""
 
 import functools
-import logging
 import os
 import shutil
 import sys
@@ -10,11 +9,9 @@ from contextlib import suppress
 import torch
 
 from megalith.fusions.core.compiled_formulas import CompiledFormula
-from megalith.torch_compat.compiler import compiler_is_watched, trusting_vector_instructions
+from megalith.torch_compat.compiler import trusting_vector_instructions
 
 __all__ = ["cpp_compiler", "why_no_compiler", "why_not_compile"]
-
-log = logging.getLogger(__name__)
 
 
 def cpp_compiler() -> str:
@@ -39,11 +36,6 @@ def why_not_compile() -> str | None:
     """
     if reason := why_no_compiler():
         return reason
-    if not compiler_is_watched():  # otherwise its watcher reports the wait
-        log.warning(
-            "compiling fused operations for this CPU on their first calls, a few seconds each; torch caches them for "
-            "later runs (use('blocked') or TORCH_COMPILE_DISABLE=1 avoids it)"
-        )
     try:
         _build()
     except Exception as error:  # from dynamo, Inductor, the compiler or the file system
