@@ -14,4 +14,4 @@ def builds(num: int) -> Iterator[None]:
     started: list[None] = []
     with watch_compiler(lambda: started.append(None), lambda: None):
         yield
-    assert len(started) == num
+    assert len(started) == num, f"built {len(started)} times, not {num}"

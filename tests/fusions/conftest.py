@@ -26,5 +26,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 @pytest.fixture
 def new_folder(tmp_path, monkeypatch):
     """An empty folder for compiled formulas."""
-    monkeypatch.setattr(compiled_formulas, "_folder", lambda: tmp_path)
-    return tmp_path
+    folder = tmp_path / "formulas"
+    folder.mkdir()
+    monkeypatch.setattr(compiled_formulas, "_folder", lambda: folder)
+    return folder

@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from megalith.errors import BackendError
+from megalith.fusions.core.compiler import why_not_compile
+from tests.compiling import builds
 from tests.fusions.harness import SAMPLE, Case, Inputs, all_cases, as_tuple, first_of_each_operation
 from tests.fusions.observe import operator_calls, saved_bytes
 from tests.kernel_reports import in_interpreter, traffic
@@ -303,6 +305,14 @@ def test_inductor_keeps_the_accuracy(case, dtype, device):
 def test_what_compiles_by_default_keeps_the_accuracy_in_columns_that_no_vector_divides(case, dtype, device):
     widths = [width for width in case.widths if 64 < width < 4096 and width % 16] or case.widths
     case.assert_accurate(case.make(5, widths[-1], dtype, device), "compile")
+
+
+@pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
+@pytest.mark.parametrize(("case", "path"), sampled([(case, "compile") for case in COMPILED], of_each_operation))
+def test_what_compiles_by_default_runs_the_same_code_for_more_rows(case, path):
+    case.assert_accurate(small(case, "cpu", num_rows=5), path)
+    with builds(0):
+        case.assert_accurate(small(case, "cpu", num_rows=7), path)
 
 
 @in_interpreter

@@ -5,6 +5,8 @@ AOTCompiledFunction.guard_check, .fn          private; whether the code fits arg
 AOTCompiledFunction.save_compiled_function    experimental
 torch.compiler.load_compiled_function         experimental
 torch._inductor...cache_dir                   private; the folder of torch's compile cache
+torch._inductor.config                        private; what code depends on besides the function
+torch._dynamo.config.enable_aot_compile       private; whether the first of these exists
 torch._dynamo.config.record_runtime_overhead  private; whether compiled code times what precedes it
 """
 
@@ -17,10 +19,21 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.callback import CallbackTrigger, callback_handler
+from torch._inductor import config as inductor_config
+from torch._inductor.exc import InductorError
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from megalith.torch_compat.compiler import FORMULA
 
-__all__ = ["CompiledAhead", "cache_folder", "can_compile_ahead", "compile_ahead", "load_ahead"]
+__all__ = [
+    "CompiledAhead",
+    "InductorError",
+    "cache_folder",
+    "can_compile_ahead",
+    "compile_ahead",
+    "load_ahead",
+    "settings_of_the_compiler",
+]
 
 R = TypeVar("R")
 _TIMES_CALLS = "record_runtime_overhead"
@@ -51,8 +64,9 @@ class CompiledAhead(Generic[R]):
 
 
 def can_compile_ahead() -> bool:
-    """Whether this torch has what the functions below need, and is not told to do without a compile cache."""
-    return hasattr(torch.compiler, "load_compiled_function") and not torch._inductor.config.force_disable_caches
+    """Whether this torch has what the functions below need, and may use its compile cache."""
+    exists = hasattr(torch.compiler, "load_compiled_function") and getattr(dynamo_config, "enable_aot_compile", True)
+    return exists and inductor_config.fx_graph_cache and not inductor_config.force_disable_caches
 
 
 def compile_ahead(function: Callable[..., R], arguments: tuple[object, ...]) -> CompiledAhead[R]:
@@ -61,7 +75,7 @@ def compile_ahead(function: Callable[..., R], arguments: tuple[object, ...]) -> 
     Of what is assumed, only dtypes, sizes and strides are checked by ``CompiledAhead.fits``: not constants, what
     closures hold otherwise, or torch's global state. ``torch_compat.compiler.watch_compiler`` is notified.
     """
-    options = {**FORMULA, "guard_filter_fn": _of_tensors}
+    options = {**FORMULA, "guard_filter_fn": _keep_those_of_tensors}
     whole: Any = torch.compile(function, dynamic=False, fullgraph=True, options=options)
     quietly = {_TIMES_CALLS: False} if hasattr(dynamo_config, _TIMES_CALLS) else {}
     told = callback_handler.install_callbacks(CallbackTrigger.DYNAMO, function.__qualname__)
@@ -69,19 +83,22 @@ def compile_ahead(function: Callable[..., R], arguments: tuple[object, ...]) -> 
         return CompiledAhead(whole.aot_compile((arguments, {})))
 
 
-def _of_tensors(guards: Sequence[Any]) -> list[bool]:
+def _keep_those_of_tensors(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in guards]
 
 
 def load_ahead(path: Path, function: Callable[..., R]) -> CompiledAhead[R]:
     """Loads what ``CompiledAhead.save`` wrote for ``function``."""
-    same = torch._inductor.config.patch(FORMULA)  # otherwise torch would not find its machine code
+    same = inductor_config.patch(FORMULA)  # otherwise torch would not find its machine code
     with path.open("rb") as file, same:
         return CompiledAhead(torch.compiler.load_compiled_function(file, f_globals=function.__globals__))
 
 
 def cache_folder() -> Path:
     """The folder of torch's compile cache (``TORCHINDUCTOR_CACHE_DIR``)."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     return Path(cache_dir())
+
+
+def settings_of_the_compiler() -> str:
+    """All settings of Inductor, which users may have changed."""
+    return repr(sorted(inductor_config.save_config_portable().items()))

@@ -1,11 +1,14 @@
 """Compiled formulas: the code that runs is that for the arguments, from this process, an earlier one, or new."""
 
+import platform
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
+import megalith
 from megalith.fusions.core import compiled_formulas
 from megalith.fusions.core.compiled_formulas import CompiledFormula
 from megalith.fusions.core.compiler import why_not_compile
@@ -77,6 +80,13 @@ def test_no_number_of_rows_is_compiled_again_and_no_gradient_is_recorded():
             assert not formula(x[:num_rows], None, (2.0, "")).requires_grad
 
 
+def test_rows_that_are_columns_of_another_tensor_may_be_any_number():
+    formula = CompiledFormula(scaled)
+    with builds(1):
+        for num_rows in (5, 7):
+            check(formula, torch.randn(8, num_rows).t(), None, (2.0, ""))
+
+
 def test_vectors_are_numbers_of_each_row_or_shared():
     for shares, num_builds in ((False, 1), (True, 2)):
         formula = CompiledFormula(scaled, shares_vectors=shares)
@@ -97,18 +107,105 @@ def test_a_later_run_loads_the_code_and_gets_the_same_bits():
         check(CompiledFormula(scaled), x, x + 1.0, (1.8, ""))
 
 
-def test_code_of_other_sources_or_another_torch_is_not_found(tmp_path, monkeypatch):
-    folder = compiled_formulas._folder_of
+def test_code_of_other_sources_another_torch_python_or_cpu_is_not_found(package, monkeypatch):
+    fingerprint = compiled_formulas._fingerprint
+    found = [fingerprint(package)]
+    assert fingerprint(package) == found[0]
+    (package / "numerics" / "philox.py").write_text("a = 2")
+    found.append(fingerprint(package))
+    for where, name, value in (
+        (megalith, "__version__", "0.0.1"),
+        (torch, "__version__", "2.99"),
+        (platform, "python_version", lambda: "3.99"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "AVX1024"),
+    ):
+        monkeypatch.setattr(where, name, value)
+        found.append(fingerprint(package))
+    assert len({*found}) == 6
+
+
+def test_code_is_not_kept_if_the_sources_have_changed_or_are_not_there(package, new_folder, monkeypatch):
+    x = torch.randn(6, 8)
+    CompiledFormula(scaled)(x, None, (2.0, ""))
+    assert len([*new_folder.iterdir()]) == 1
+    (package / "fusions" / "formula.py").write_text("a = 2")
+    CompiledFormula(scaled)(x, None, (3.0, ""))
+    assert len([*new_folder.iterdir()]) == 1
+    assert compiled_formulas._fingerprint(package / "fusions") is None
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled_formulas, "_SOURCES", None)
+    assert compiled_formulas._folder() is None
+    check(CompiledFormula(scaled), x, None, (4.0, ""))
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Sources of their own."""
+    package = tmp_path / "package"
     for part in ("fusions", "numerics", "torch_compat"):
-        (tmp_path / part).mkdir()
-    source = tmp_path / "fusions" / "formula.py"
-    source.write_text("a = 1")
-    before = folder(tmp_path)
-    assert folder(tmp_path) == before
-    source.write_text("a = 2")
-    changed = folder(tmp_path)
-    monkeypatch.setattr(torch, "__version__", "2.99")
-    assert len({before, changed, folder(tmp_path)}) == 3
+        (package / part).mkdir(parents=True)
+    (package / "fusions" / "formula.py").write_text("a = 1")
+    (package / "numerics" / "philox.py").write_text("a = 1")
+    monkeypatch.setattr(compiled_formulas, "_PACKAGE", package)
+    monkeypatch.setattr(compiled_formulas, "_SOURCES", compiled_formulas._fingerprint(package))
+    return package
+
+
+def twice(x: Tensor) -> Tensor:
+    return 2.0 * x
+
+
+def thrice(x: Tensor) -> Tensor:
+    return 3.0 * x
+
+
+def test_code_of_another_function_with_the_same_arguments_is_not_found():
+    for function, want in ((twice, 2), (thrice, 3), (twice, 2)):
+        assert CompiledFormula(function)(torch.ones(6, 8))[0, 0] == want
+
+
+def applied(inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return inner(x)
+
+
+def test_functions_of_the_same_line_or_constants_are_told_apart_and_defaults_refused():
+    x = torch.full((6, 8), 5.0)
+    add, times, add_more = (lambda x: x + 3.0), (lambda x: x * 3.0), (lambda x: x + 4.0)
+    for _ in range(2):  # a new process
+        compute = CompiledFormula(applied)
+        assert [compute(inner, x)[0, 0].item() for inner in (add, times, add_more)] == [8, 15, 9]
+        with pytest.raises(TypeError, match="no default values"):
+            compute(lambda x, k=2.0: x * k, x)
+
+
+def test_a_formula_has_as_many_files_as_variants():
+    x = torch.randn(6, 8)
+    operands = [x + 1.0, x[:, :1].expand(6, 8), torch.randn(6, 16)[:, ::2], torch.randn(12, 8)[::2]]
+    for builds_any in (True, False, False):
+        formula = CompiledFormula(scaled)
+        with nullcontext() if builds_any else builds(0):
+            for y in operands:
+                check(formula, x, y, (2.0, ""))
+
+
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    return x / divisor
+
+
+def test_zeros_of_both_signs_and_negated_views_are_told_apart():
+    x, z = torch.ones(6, 8), torch.randn(6, 8, dtype=torch.complex64)
+    divide, scale = CompiledFormula(quotient), CompiledFormula(scaled)
+    assert [divide(x, zero)[0, 0].item() for zero in (0.0, -0.0)] == [torch.inf, -torch.inf]
+    for part in (z.imag, z.conj().imag):
+        check(scale, part, None, (2.0, ""))
+    assert z.conj().imag.is_neg()
+
+
+def test_a_tensor_on_another_device_does_not_get_the_code_of_the_cpu():
+    formula = CompiledFormula(scaled)
+    formula(torch.randn(6, 8), None, (2.0, ""))
+    with pytest.raises(Exception, match="meta"):  # it has no memory for any code
+        formula(torch.randn(6, 8, device="meta"), None, (2.0, ""))
 
 
 def test_a_file_that_cannot_be_loaded_is_replaced(new_folder):
@@ -145,7 +242,7 @@ def test_a_formula_that_raises_raises_its_own_error():
     def refuses(x: Tensor) -> Tensor:
         raise ArithmeticError("not these")
 
-    with pytest.raises(Exception, match="not these"):
+    with pytest.raises(ArithmeticError, match="not these"):
         CompiledFormula(refuses)(torch.randn(6, 8))
 
 
@@ -166,7 +263,7 @@ def test_who_waits_is_told_once_unless_somebody_tells_already_or_nothing_is_buil
         for scale in (2.0, 3.0):
             CompiledFormula(scaled)(x, None, (scale, ""))
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert ["compiling fused operations for this CPU" in line for line in told] == [True] * (not is_watched)
+    assert ["compiling fused operations" in line for line in told] == [True] * (not is_watched)
     compiled_formulas._tell.cache_clear()
     caplog.clear()
     CompiledFormula(scaled)(x, None, (2.0, ""))

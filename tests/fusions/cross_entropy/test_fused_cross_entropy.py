@@ -11,7 +11,11 @@ from torch.nn.functional import cross_entropy
 
 from megalith import fusions
 from megalith.errors import BackendError, ConfigError, ShapeError
+from megalith.fusions.core.compiler import why_not_compile
+from megalith.fusions.core.row_wise import RUNNERS
+from megalith.fusions.cross_entropy.blocked import gradient_into, statistics
 from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from tests.compiling import builds
 from tests.kernel_reports import in_interpreter
 
 PATHS = ("triton", "blocked", "reference")
@@ -213,3 +217,23 @@ def test_options_out_of_their_range_are_refused():
     refused(ConfigError, r"vocab_start requires vocab_size", vocab_start=0)
     refused(ConfigError, r"vocab_start must be 0 or more; got -5", vocab_start=-5, vocab_size=5)
     refused(BackendError, r"vocab_parallel_cross_entropy cannot run with backend='aten'", backend="aten")
+
+
+@pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_compiled_code_for_one_part_of_the_vocabulary_serves_all(smoothing):
+    T, n = 6, 40
+    logits, dloss = torch.randn(T, n), torch.randn(T)
+    target = torch.randint(3 * n, (T,))
+
+    def of_part(path: str, start: int) -> tuple[Tensor, Tensor]:
+        part = start, 3 * n, math.inf, -100
+        found = statistics(RUNNERS[path], logits, target, *part, bool(smoothing))
+        gradient = torch.empty_like(logits)
+        gradient_into(RUNNERS[path], gradient, dloss, logits, target, found, *part, smoothing, 0.0)
+        return found, gradient
+
+    of_part("compiled", 0)
+    with builds(0):
+        found = [of_part("compiled", start) for start in (0, n, 2 * n)]
+    torch.testing.assert_close(found, [of_part("blocked", start) for start in (0, n, 2 * n)])

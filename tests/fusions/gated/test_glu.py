@@ -7,12 +7,15 @@ from typing import get_args
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_cpp_code
 
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import Activation, glu, glu_back
 from megalith.fusions.activation import bias_gelu_formulas as gelu_formulas
+from megalith.fusions.core.compiler import why_not_compile
 from megalith.fusions.gated import float8_formulas as glu_float8_formulas
 from megalith.fusions.gated import formulas as glu_formulas
+from megalith.torch_compat.compiler import compile_apart
 from tests.fusions.gated.cases_of_glu import ACTIVATIONS
 from tests.kernel_reports import in_interpreter
 
@@ -173,3 +176,15 @@ def test_what_does_not_fit_is_refused(error, x, settings, message):
 def test_an_upstream_gradient_of_another_shape_is_refused():
     with pytest.raises(ShapeError, match=r"dy must be \[2, 3\], like the output; got \[2, 6\]"):
         glu_back(X, X, activation="silu")
+
+
+@pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
+def test_compiled_gradients_of_gate_and_up_share_an_exponential():
+    gating = glu_formulas.Gating.of("silu")
+
+    def gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        return glu_formulas.gradients_of(dy, gate, up, None, None, gating)
+
+    with torch._inductor.config.patch(fx_graph_cache=False), torch.no_grad():  # a hit would generate nothing
+        _, code = run_and_get_cpp_code(compile_apart(gradients), *torch.randn(3, 64, 64))
+    assert code.count(".exp()") == 1

@@ -8,12 +8,14 @@ compiled.
 
 import functools
 import hashlib
+import itertools
 import logging
 import platform
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from types import CellType, FunctionType, NoneType
+from types import CellType, CodeType, FunctionType, NoneType
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -23,10 +25,12 @@ from torch.utils.dlpack import from_dlpack
 import megalith
 from megalith.torch_compat.compiled_ahead import (
     CompiledAhead,
+    InductorError,
     cache_folder,
     can_compile_ahead,
     compile_ahead,
     load_ahead,
+    settings_of_the_compiler,
 )
 from megalith.torch_compat.compiler import compile_apart, compiler_is_watched
 
@@ -37,9 +41,10 @@ X = TypeVar("X")
 
 log = logging.getLogger(__name__)
 
-_CONSTANTS = frozenset((NoneType, bool, int, float, str, torch.dtype))
-_EVERY = 64  # more dimensions than tensors have
-_MOST_SIGNATURES = 2**12  # those of a generation that meets every length
+_CONSTANTS = frozenset((NoneType, bool, int, str, torch.dtype))
+_ALL_DIMS = 64  # more than a tensor has
+_MOST_SIGNATURES = 2**12  # of one formula in memory: a run may meet any number of lengths
+_compiling = threading.RLock()  # torch's settings are those of the process
 
 
 class CompiledFormula(Generic[R]):
@@ -48,12 +53,12 @@ class CompiledFormula(Generic[R]):
     Arguments are tensors, constants, sequences of both, and functions whose closures hold the same. Code fits any
     leading dimensions of the tensors, which count rows, or of heads [S, B, A, D] tokens, sequences and heads; a size of
     1 is compiled by itself. Last dimensions are fixed, and so are tensors in closures and, with ``shares_vectors``, all
-    of one dimension: without it these are numbers of each row.
+    of one dimension; otherwise a vector holds one number per row.
     """
 
     def __init__(self, function: Callable[..., R], *, shares_vectors: bool = False) -> None:
         self._function = function
-        self._shares = 1 if shares_vectors else 0  # up to this many dimensions
+        self._num_shared_dims = 1 if shares_vectors else 0  # tensors of up to so many dimensions are shared by all rows
         self._by_signature: dict[Hashable, Callable[..., R]] = {}
         self._by_torch: Callable[..., R] | None = None
         self._variants: defaultdict[str, list[CompiledAhead[R]]] = defaultdict(list)
@@ -63,59 +68,69 @@ class CompiledFormula(Generic[R]):
         with torch.no_grad():
             run = self._by_signature.get(signature)
             if run is None:
+                with _compiling:
+                    run = self._code_for(arguments)
                 if len(self._by_signature) >= _MOST_SIGNATURES:
                     self._by_signature.clear()
-                run = self._by_signature[signature] = self._for(arguments)
+                self._by_signature[signature] = run
             return run(*arguments)
 
-    def _for(self, arguments: tuple[object, ...]) -> Callable[..., R]:
-        """The code for ``arguments``."""
-        if not can_compile_ahead():
-            return self._checked
-        form = repr((_global_state(), _form(arguments, self._shares)))
+    def _code_for(self, arguments: tuple[object, ...]) -> Callable[..., R]:
+        if not can_compile_ahead() or any(not x.is_cpu or x.is_neg() for x in _tensors(arguments)):
+            return self._through_torch_compile
+        form = repr((_form(self._function, 0), _global_state(), _form(arguments, self._num_shared_dims)))
         variants = self._variants[form]
-        plain = _example(arguments, _EVERY)
+        unmarked = _example(arguments, _ALL_DIMS)
         for variant in variants:
-            if variant.fits(*plain):
+            if variant.fits(*unmarked):
                 return variant.run
-        path = _folder() / hashlib.sha256(form.encode()).hexdigest()
-        found = self._loaded(path, plain) or self._built(path, _example(arguments, self._shares))
+        found = self._loaded_or_built(form, unmarked, _example(arguments, self._num_shared_dims))
         if found is None:
-            return self._checked
+            return self._through_torch_compile
         variants.append(found)
         return found.run
 
-    def _loaded(self, path: Path, plain: tuple[object, ...]) -> CompiledAhead[R] | None:
-        """The variant in ``path``, if there is one that fits; written by a run of the same sources and torch."""
-        try:
-            variant = load_ahead(path, self._function)
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # an incomplete file, a compiler that is gone
-            log.debug("compiling again what %s holds: %s", path, error)
-            return None
-        return variant if variant.fits(*plain) else None
+    def _loaded_or_built(
+        self, form: str, unmarked: tuple[object, ...], marked: tuple[object, ...]
+    ) -> CompiledAhead[R] | None:
+        """The first variant that fits of those in files, else a new one; None if torch cannot build it ahead."""
+        name = hashlib.sha256(f"{form} {settings_of_the_compiler()}".encode()).hexdigest()
+        path = None
+        if (folder := _folder()) is not None:
+            for index in itertools.count():
+                path = folder / f"{name}-{index}"
+                if not path.exists():
+                    break
+                try:
+                    loaded = load_ahead(path, self._function)
+                    if loaded.fits(*unmarked):
+                        return loaded
+                except Exception as error:  # an incomplete file, a compiler that is gone
+                    log.debug("compiling again what %s holds: %s", path, error)
+                    break
+        built = self._built(marked)
+        if built is not None and path is not None and _fingerprint(_PACKAGE) == _SOURCES:
+            try:
+                built.save(path)
+            except Exception as error:  # a folder that cannot be written
+                log.debug("%s is not written: %s", path, error)
+        return built
 
-    def _built(self, path: Path, example: tuple[object, ...]) -> CompiledAhead[R] | None:
-        """A new variant, also written to ``path``; None if torch cannot build it ahead of the call."""
+    def _built(self, marked: tuple[object, ...]) -> CompiledAhead[R] | None:
         announce_wait()
         try:
-            variant = compile_ahead(self._function, example)
+            return compile_ahead(self._function, marked)
+        except InductorError:
+            raise
         except Exception as error:  # the formula's own errors are raised by the call that follows
             log.debug("compiling %s in each new process: %s", self._function.__qualname__, error)
             return None
-        try:
-            variant.save(path)
-        except Exception as error:  # a folder that cannot be written
-            log.debug("%s is not written: %s", path, error)
-        return variant
 
-    def _checked(self, *arguments: object) -> R:
-        """Through torch.compile, which finds the code for ``arguments`` itself."""
+    def _through_torch_compile(self, *arguments: object) -> R:
         if self._by_torch is None:
             announce_wait()
             self._by_torch = compile_apart(self._function)
-        return self._by_torch(*_example(arguments, self._shares))
+        return self._by_torch(*_example(arguments, self._num_shared_dims))
 
 
 def announce_wait() -> None:
@@ -130,67 +145,85 @@ def announce_wait() -> None:
 @functools.cache
 def _tell() -> None:
     log.warning(
-        "compiling fused operations for this CPU on their first calls, a few seconds each; later runs load them "
+        "compiling fused operations on their first calls, a few seconds each; later runs load most of them "
         "(use('blocked') or TORCH_COMPILE_DISABLE=1 avoids it)"
     )
 
 
 def _global_state() -> tuple[Hashable, ...]:
-    """What an operation of torch depends on besides its arguments, as far as formulas do."""
+    """What an operation of torch on a CPU depends on besides its arguments, as far as formulas do."""
     return torch.get_default_dtype(), torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
 def _signature(x: object) -> Hashable:
-    """All that compiled code may depend on, without the values of tensors."""
+    """All of an argument that compiled code may depend on."""
     kind = type(x)
     if kind in _CONSTANTS:
         return kind, x
+    if kind is float:
+        return cast(float, x).hex()  # 0.0 and -0.0 are equal
     if isinstance(x, tuple | list):
         return tuple([_signature(item) for item in x])
     if isinstance(x, FunctionType):
-        return x.__code__, tuple([_signature(cell.cell_contents) for cell in x.__closure__ or ()])
+        if x.__defaults__ or x.__kwdefaults__:
+            raise TypeError(f"an argument of a compiled formula has no default values; {x.__qualname__} has")
+        return x.__module__, x.__code__, tuple([_signature(cell.cell_contents) for cell in x.__closure__ or ()])
     if isinstance(x, Tensor):  # last, because isinstance takes long to say that something is not
-        return x.dtype, x.shape, x.stride()
+        return x.dtype, x.device, x.is_neg(), x.shape, x.stride()
     raise TypeError(f"compiled formulas take tensors, constants and functions; got {kind.__name__}")
 
 
-def _form(x: object, shares: int) -> Hashable:
-    """What is left of the signature for any number of rows, in values whose repr is the same in every process.
-
-    Tensors of up to ``shares`` dimensions are fixed.
-    """
+def _form(x: object, num_shared_dims: int) -> Hashable:
+    """The signature without the sizes that may vary, in values whose repr is the same in every process."""
     if isinstance(x, Tensor):
-        if x.dim() <= shares:
+        if x.dim() <= num_shared_dims:
             return str(x.dtype), tuple(x.shape), x.stride()
         free = _free_dims(x)
-        return str(x.dtype), [x.shape[dim] == 1 for dim in free], x.shape[len(free) :], x.is_contiguous(), x.stride(-1)
+        sizes = [size if size < 2 else None for size in x.shape[: len(free)]]
+        return str(x.dtype), sizes, tuple(x.shape[len(free) :]), x.is_contiguous(), x.stride(-1) == 1
     if isinstance(x, tuple | list):
-        return tuple([_form(item, shares) for item in x])
+        return tuple([_form(item, num_shared_dims) for item in x])
     if isinstance(x, FunctionType):
-        cells = [_form(cell.cell_contents, _EVERY) for cell in x.__closure__ or ()]
-        return x.__module__, x.__qualname__, x.__code__.co_firstlineno, tuple(cells)
-    return repr(x)
+        cells = [_form(cell.cell_contents, _ALL_DIMS) for cell in x.__closure__ or ()]
+        return x.__module__, x.__qualname__, _code(x.__code__), tuple(cells)
+    return x.hex() if isinstance(x, float) else repr(x)
 
 
-def _example(x: X, shares: int) -> X:
+def _code(code: CodeType) -> Hashable:
+    """What ``code`` does, in values whose repr is the same in every process."""
+    constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+    return code.co_firstlineno, code.co_code, code.co_names, tuple(constants)
+
+
+def _tensors(x: object) -> Iterator[Tensor]:
+    """All tensors in an argument."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple | list):
+        yield from (found for item in x for found in _tensors(item))
+    elif isinstance(x, FunctionType):
+        yield from (found for cell in x.__closure__ or () for found in _tensors(cell.cell_contents))
+
+
+def _example(x: X, num_shared_dims: int) -> X:
     """``x`` with tensors of the same memory, but separate storages: the compiler would write the whole storage of each.
 
     They need no gradient. A tensor that occurs twice becomes two, so that code for it fits any two. Those of more than
-    ``shares`` dimensions are marked for the compiler: all but their last dimension may change.
+    ``num_shared_dims`` dimensions are marked for the compiler: all but their last dimension may change.
     """
-    found: object = x
+    result: object = x
     if isinstance(x, Tensor):
-        found = alone = from_dlpack(x.detach())
-        if x.dim() > shares:
+        result = tensor = from_dlpack(x.detach().resolve_neg())
+        if x.dim() > num_shared_dims:
             for dim in _free_dims(x):
-                torch._dynamo.maybe_mark_dynamic(alone, dim)
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
     elif isinstance(x, tuple | list):
-        items = [_example(item, shares) for item in x]
-        found = type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        items = [_example(item, num_shared_dims) for item in x]
+        result = type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     elif isinstance(x, FunctionType) and x.__closure__:
-        cells = tuple([CellType(_example(cell.cell_contents, _EVERY)) for cell in x.__closure__])
-        found = FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
-    return cast(X, found)
+        cells = tuple([CellType(_example(cell.cell_contents, _ALL_DIMS)) for cell in x.__closure__])
+        result = FunctionType(x.__code__, x.__globals__, x.__name__, None, cells)
+    return cast(X, result)
 
 
 def _free_dims(x: Tensor) -> range:
@@ -198,17 +231,25 @@ def _free_dims(x: Tensor) -> range:
     return range(max(1, x.dim() - 1))
 
 
-@functools.cache
-def _folder() -> Path:
-    """Where the code for these sources, this torch and this CPU is kept."""
-    return _folder_of(Path(megalith.__file__).parent)
-
-
-def _folder_of(package: Path) -> Path:
+def _fingerprint(package: Path) -> str | None:
+    """Identifies the sources of formulas, this torch and this CPU's capability; None if there are no sources."""
+    paths = [
+        path for part in ("fusions", "numerics", "torch_compat") for path in sorted(package.glob(f"{part}/**/*.py"))
+    ]
+    if not paths:
+        return None
     given = hashlib.sha256()
-    for part in ("fusions", "numerics", "torch_compat"):
-        for path in sorted((package / part).glob("**/*.py")):
-            given.update(path.read_bytes())
+    for path in paths:
+        given.update(path.read_bytes())
     machine = platform.python_version(), platform.machine(), torch.backends.cpu.get_cpu_capability()
-    given.update(repr((torch.__version__, *machine)).encode())
-    return cache_folder() / "megalith" / given.hexdigest()[:32]
+    given.update(repr((megalith.__version__, torch.__version__, *machine)).encode())
+    return given.hexdigest()[:32]
+
+
+_PACKAGE = Path(megalith.__file__).parent
+_SOURCES = _fingerprint(_PACKAGE)  # at import: files may be edited while this process runs what they said
+
+
+def _folder() -> Path | None:
+    """Where code is kept for later runs."""
+    return None if _SOURCES is None else cache_folder() / "megalith" / _SOURCES

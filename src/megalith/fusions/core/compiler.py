@@ -1,4 +1,4 @@
-"""Whether torch.compile can build for this machine's CPU, determined by building once per process."""
+"""Whether torch.compile can build for this machine's CPU, determined once per process by a loop of its own."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ def why_no_compiler() -> str | None:
 
 @functools.cache
 def why_not_compile() -> str | None:
-    """Why torch.compile cannot build for the CPU, in one clause; None if a loop was built successfully.
+    """Why torch.compile cannot build for the CPU, in one clause; None if a loop runs, built now or by an earlier run.
 
     Having a compiler is not enough: Python's headers or OpenMP may be missing too.
     """

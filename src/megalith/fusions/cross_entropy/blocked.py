@@ -48,6 +48,7 @@ def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Unpack[Par
     words = logits[:, :n]
     column, here = own_column(target, part.start, n)
     x_y.copy_(capped(words.gather(-1, column).to(found.dtype), part).masked_fill_(~here, 0.0).squeeze(-1))
+    part, sums = part._replace(start=0), bool(s)  # what the formula holds, so that one code serves all parts
 
     def formula(x: Tensor, column: Tensor, here: Tensor, out: list[Tensor | None]) -> tuple[Tensor, ...]:
         x = capped(x, part)
@@ -60,7 +61,7 @@ def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Unpack[Par
             e.scatter_(-1, column, 0.0)
         else:
             e.scatter_(-1, column, e.gather(-1, column).masked_fill_(here, 0.0))
-        return top.squeeze(-1), e.sum(dim=-1), *([(x * SUM_SCALE).sum(dim=-1)] if s else [])
+        return top.squeeze(-1), e.sum(dim=-1), *([(x * SUM_SCALE).sum(dim=-1)] if sums else [])
 
     run.widened_by_blocks(formula, (words, column, here), (m, d, *s), acc=found.dtype)
     return found
@@ -83,6 +84,7 @@ def gradient_into(
         column, here = own_column(target, part.start, n)
         shift, factor, at_target, from_all = _of_rows(dloss, whole, part, terms)
         at_target = (at_target - from_all) * _slope(words.gather(-1, column).to(whole.dtype), part)
+        part = part._replace(start=0)  # so that one code serves all parts
 
         def formula(
             x: Tensor, shift: Tensor, factor: Tensor, from_all: Tensor, out: list[Tensor | None]
