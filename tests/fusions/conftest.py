@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalith.errors import BackendError
-from megalith.fusions.core import compiled_formulas
+from megalith.fusions.core import kept_code
 
 ON_GPU = torch.cuda.is_available()
 
@@ -28,5 +28,5 @@ def new_folder(tmp_path, monkeypatch):
     """An empty folder for compiled formulas."""
     folder = tmp_path / "formulas"
     folder.mkdir()
-    monkeypatch.setattr(compiled_formulas, "_folder", lambda: folder)
+    monkeypatch.setattr(kept_code, "_folder", lambda: folder)
     return folder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import megalith
-from megalith.fusions.core import compiled_formulas
+from megalith.fusions.core import compiled_formulas, kept_code
 from megalith.fusions.core.compiled_formulas import CompiledFormula
 from megalith.fusions.core.compiler import why_not_compile
 from megalith.torch_compat.compiler import watch_compiler
@@ -108,7 +108,7 @@ def test_a_later_run_loads_the_code_and_gets_the_same_bits():
 
 
 def test_code_of_other_sources_another_torch_python_or_cpu_is_not_found(package, monkeypatch):
-    fingerprint = compiled_formulas._fingerprint
+    fingerprint = kept_code._fingerprint
     found = [fingerprint(package)]
     assert fingerprint(package) == found[0]
     (package / "numerics" / "philox.py").write_text("a = 2")
@@ -131,10 +131,10 @@ def test_code_is_not_kept_if_the_sources_have_changed_or_are_not_there(package, 
     (package / "fusions" / "formula.py").write_text("a = 2")
     CompiledFormula(scaled)(x, None, (3.0, ""))
     assert len([*new_folder.iterdir()]) == 1
-    assert compiled_formulas._fingerprint(package / "fusions") is None
+    assert kept_code._fingerprint(package / "fusions") is None
     monkeypatch.undo()
-    monkeypatch.setattr(compiled_formulas, "_SOURCES", None)
-    assert compiled_formulas._folder() is None
+    monkeypatch.setattr(kept_code, "_SOURCES", None)
+    assert kept_code._folder() is None
     check(CompiledFormula(scaled), x, None, (4.0, ""))
 
 
@@ -146,8 +146,8 @@ def package(tmp_path, monkeypatch):
         (package / part).mkdir(parents=True)
     (package / "fusions" / "formula.py").write_text("a = 1")
     (package / "numerics" / "philox.py").write_text("a = 1")
-    monkeypatch.setattr(compiled_formulas, "_PACKAGE", package)
-    monkeypatch.setattr(compiled_formulas, "_SOURCES", compiled_formulas._fingerprint(package))
+    monkeypatch.setattr(kept_code, "_PACKAGE", package)
+    monkeypatch.setattr(kept_code, "_SOURCES", kept_code._fingerprint(package))
     return package
 
 
@@ -222,7 +222,7 @@ def test_a_file_that_cannot_be_loaded_is_replaced(new_folder):
 
 def test_without_a_folder_to_write_to_each_process_compiles(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(compiled_formulas, "_folder", lambda: tmp_path / "file" / "folder")
+    monkeypatch.setattr(kept_code, "_folder", lambda: tmp_path / "file" / "folder")
     for _ in range(2):
         with builds(1):
             check(CompiledFormula(scaled), torch.randn(6, 8), None, (2.0, ""))

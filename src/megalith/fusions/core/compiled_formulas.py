@@ -7,14 +7,10 @@ compiled.
 """
 
 import functools
-import hashlib
-import itertools
 import logging
-import platform
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from pathlib import Path
 from types import CellType, CodeType, FunctionType, NoneType
 from typing import Generic, TypeVar, cast
 
@@ -22,16 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-import megalith
-from megalith.torch_compat.compiled_ahead import (
-    CompiledAhead,
-    InductorError,
-    cache_folder,
-    can_compile_ahead,
-    compile_ahead,
-    load_ahead,
-    settings_of_the_compiler,
-)
+from megalith.fusions.core.kept_code import KeptCode
+from megalith.torch_compat.compiled_ahead import CompiledAhead, InductorError, can_compile_ahead, compile_ahead
 from megalith.torch_compat.compiler import compile_apart, compiler_is_watched
 
 __all__ = ["CompiledFormula", "announce_wait"]
@@ -42,6 +30,7 @@ X = TypeVar("X")
 log = logging.getLogger(__name__)
 
 _CONSTANTS = frozenset((NoneType, bool, int, str, torch.dtype))
+_SEQUENCES = (tuple, list)
 _ALL_DIMS = 64  # more than a tensor has
 _MOST_SIGNATURES = 2**12  # of one formula in memory: a run may meet any number of lengths
 _compiling = threading.RLock()  # torch's settings are those of the process
@@ -64,16 +53,18 @@ class CompiledFormula(Generic[R]):
         self._variants: defaultdict[str, list[CompiledAhead[R]]] = defaultdict(list)
 
     def __call__(self, *arguments: object) -> R:
+        if torch.is_grad_enabled():  # never in the forward of a Function, nor in a backward
+            with torch.no_grad():
+                return self(*arguments)
         signature = _global_state(), _signature(arguments)
-        with torch.no_grad():
-            run = self._by_signature.get(signature)
-            if run is None:
-                with _compiling:
-                    run = self._code_for(arguments)
-                if len(self._by_signature) >= _MOST_SIGNATURES:
-                    self._by_signature.clear()
-                self._by_signature[signature] = run
-            return run(*arguments)
+        run = self._by_signature.get(signature)
+        if run is None:
+            with _compiling:
+                run = self._code_for(arguments)
+            if len(self._by_signature) >= _MOST_SIGNATURES:
+                self._by_signature.clear()
+            self._by_signature[signature] = run
+        return run(*arguments)
 
     def _code_for(self, arguments: tuple[object, ...]) -> Callable[..., R]:
         if not can_compile_ahead() or any(not x.is_cpu or x.is_neg() for x in _tensors(arguments)):
@@ -84,39 +75,18 @@ class CompiledFormula(Generic[R]):
         for variant in variants:
             if variant.fits(*unmarked):
                 return variant.run
-        found = self._loaded_or_built(form, unmarked, _example(arguments, self._num_shared_dims))
+        kept = KeptCode(form)
+        found = kept.find(self._function, unmarked)
         if found is None:
-            return self._through_torch_compile
+            found = self._built(_example(arguments, self._num_shared_dims))
+            if found is None:
+                return self._through_torch_compile
+            kept.keep(found)
         variants.append(found)
         return found.run
 
-    def _loaded_or_built(
-        self, form: str, unmarked: tuple[object, ...], marked: tuple[object, ...]
-    ) -> CompiledAhead[R] | None:
-        """The first variant that fits of those in files, else a new one; None if torch cannot build it ahead."""
-        name = hashlib.sha256(f"{form} {settings_of_the_compiler()}".encode()).hexdigest()
-        path = None
-        if (folder := _folder()) is not None:
-            for index in itertools.count():
-                path = folder / f"{name}-{index}"
-                if not path.exists():
-                    break
-                try:
-                    loaded = load_ahead(path, self._function)
-                    if loaded.fits(*unmarked):
-                        return loaded
-                except Exception as error:  # an incomplete file, a compiler that is gone
-                    log.debug("compiling again what %s holds: %s", path, error)
-                    break
-        built = self._built(marked)
-        if built is not None and path is not None and _fingerprint(_PACKAGE) == _SOURCES:
-            try:
-                built.save(path)
-            except Exception as error:  # a folder that cannot be written
-                log.debug("%s is not written: %s", path, error)
-        return built
-
     def _built(self, marked: tuple[object, ...]) -> CompiledAhead[R] | None:
+        """New code; None if torch cannot build it ahead of the call."""
         announce_wait()
         try:
             return compile_ahead(self._function, marked)
@@ -162,7 +132,7 @@ def _signature(x: object) -> Hashable:
         return kind, x
     if kind is float:
         return cast(float, x).hex()  # 0.0 and -0.0 are equal
-    if isinstance(x, tuple | list):
+    if isinstance(x, _SEQUENCES):
         return tuple([_signature(item) for item in x])
     if isinstance(x, FunctionType):
         if x.__defaults__ or x.__kwdefaults__:
@@ -181,7 +151,7 @@ def _form(x: object, num_shared_dims: int) -> Hashable:
         free = _free_dims(x)
         sizes = [size if size < 2 else None for size in x.shape[: len(free)]]
         return str(x.dtype), sizes, tuple(x.shape[len(free) :]), x.is_contiguous(), x.stride(-1) == 1
-    if isinstance(x, tuple | list):
+    if isinstance(x, _SEQUENCES):
         return tuple([_form(item, num_shared_dims) for item in x])
     if isinstance(x, FunctionType):
         cells = [_form(cell.cell_contents, _ALL_DIMS) for cell in x.__closure__ or ()]
@@ -199,7 +169,7 @@ def _tensors(x: object) -> Iterator[Tensor]:
     """All tensors in an argument."""
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, tuple | list):
+    elif isinstance(x, _SEQUENCES):
         yield from (found for item in x for found in _tensors(item))
     elif isinstance(x, FunctionType):
         yield from (found for cell in x.__closure__ or () for found in _tensors(cell.cell_contents))
@@ -217,7 +187,7 @@ def _example(x: X, num_shared_dims: int) -> X:
         if x.dim() > num_shared_dims:
             for dim in _free_dims(x):
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    elif isinstance(x, tuple | list):
+    elif isinstance(x, _SEQUENCES):
         items = [_example(item, num_shared_dims) for item in x]
         result = type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     elif isinstance(x, FunctionType) and x.__closure__:
@@ -229,27 +199,3 @@ def _example(x: X, num_shared_dims: int) -> X:
 def _free_dims(x: Tensor) -> range:
     """All dimensions but the last, if there are several."""
     return range(max(1, x.dim() - 1))
-
-
-def _fingerprint(package: Path) -> str | None:
-    """Identifies the sources of formulas, this torch and this CPU's capability; None if there are no sources."""
-    paths = [
-        path for part in ("fusions", "numerics", "torch_compat") for path in sorted(package.glob(f"{part}/**/*.py"))
-    ]
-    if not paths:
-        return None
-    given = hashlib.sha256()
-    for path in paths:
-        given.update(path.read_bytes())
-    machine = platform.python_version(), platform.machine(), torch.backends.cpu.get_cpu_capability()
-    given.update(repr((megalith.__version__, torch.__version__, *machine)).encode())
-    return given.hexdigest()[:32]
-
-
-_PACKAGE = Path(megalith.__file__).parent
-_SOURCES = _fingerprint(_PACKAGE)  # at import: files may be edited while this process runs what they said
-
-
-def _folder() -> Path | None:
-    """Where code is kept for later runs."""
-    return None if _SOURCES is None else cache_folder() / "megalith" / _SOURCES
