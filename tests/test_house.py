@@ -29,7 +29,7 @@ GLOBAL_STATE = {
     "src/megalith/fusions/core/preference.py:_backend": "what `use` says, to the thread or task that says it",
     "src/megalith/fusions/core/registry.py:FUSIONS": "the operations there are, as their families are imported",
     "src/megalith/fusions/core/dispatch.py:_tell": "which lines the log has already",
-    "src/megalith/fusions/core/compiled_formulas.py:_tell": "which lines the log has already",
+    "src/megalith/fusions/core/compiled_formulas.py:_log_wait": "which lines the log has already",
     "src/megalith/acceleration/replay.py:_depends_on_values": "cache: what torch says of an operator",
     "src/megalith/fusions/core/compiler.py:why_not_compile": "cache: whether torch.compile can build here",
     "src/megalith/fusions/core/compiled_reference.py:build": "compiles a path once, when it is first taken",

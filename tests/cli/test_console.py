@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -26,6 +27,14 @@ def test_what_has_begun_is_announced_until_it_ends(monkeypatch, capsys):
             time.sleep(0.001)
     assert shown == "loading ...\n"
     assert capsys.readouterr().err == ""
+
+
+def test_what_has_begun_is_announced_where_its_lines_go(monkeypatch):
+    monkeypatch.setattr(console, "_ANNOUNCED_AFTER", 0.0)
+    shown = threading.Event()
+    with Announcer(lambda line: shown.set() if line == "building ..." else None) as announcer:
+        announcer.begin("building")
+        assert shown.wait(20)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -239,6 +239,16 @@ def test_the_same_settings_are_told_nothing_but_where_they_go_on(finished, run):
     assert lines[1] == "changed since step 4: train.steps 4 -> 6"
 
 
+def test_a_model_that_takes_long_to_build_is_announced_until_the_first_line(finished, run, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("megalith.cli.console.Announcer.begin", lambda _, what: said.append(what))
+    monkeypatch.setattr("megalith.cli.console.Announcer.end", lambda _: said.append("ended"))
+    monkeypatch.setattr("megalith.cli.console.Console.show", lambda _, line: said.append(line))
+    train(finished, run)
+    assert said[:2] == ["building the model, with initialized or loaded weights", "ended"]
+    assert said[2].startswith("resumed from")
+
+
 def test_a_change_of_the_schedule_is_told_once(finished, run, caplog):
     changes = ("optim.schedule=linear", "optim.lr=0.002")
     with caplog.at_level("INFO"):

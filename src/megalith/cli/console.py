@@ -129,18 +129,19 @@ class Progress:
 
 
 class Announcer:
-    """Announces an operation on standard error if it takes longer than two seconds.
+    """Announces an operation, by default on standard error, if it takes longer than two seconds.
 
     As a context manager, it cancels a pending announcement at the end of the block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[str], None] | None = None) -> None:
+        self._show = show or say
         self._timer: threading.Timer | None = None
 
     def begin(self, what: str) -> None:
         """Starts the operation ``what``, and ends the previous one."""
         self.end()
-        self._timer = threading.Timer(_ANNOUNCED_AFTER, lambda: say(f"{what} ..."))
+        self._timer = threading.Timer(_ANNOUNCED_AFTER, lambda: self._show(f"{what} ..."))
         self._timer.daemon = True
         self._timer.start()
 

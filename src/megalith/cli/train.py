@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megalith.cli.console import Console, say, say_over, show_log, show_text
+from megalith.cli.console import Announcer, Console, say, say_over, show_log, show_text
 from megalith.cli.recipes import complete_recipe
 from megalith.garbage_collection import importing
 from megalith.recipe_files import require_source
@@ -226,9 +226,18 @@ def _train(config: "RunConfig", stop: StopRequest, console: Console, origin: dic
         from megalith.training.loop import Outcome
         from megalith.training.pretrain import pretrain
 
-    outcome = pretrain(config, console.show, console.show_progress, origin=origin, stop=stop)
+    is_first = os.environ.get("RANK", "0") == "0"
+    with Announcer(console.show) as announcer:
+        if is_first:
+            announcer.begin("building the model, with initialized or loaded weights")
+
+        def show(line: str) -> None:
+            announcer.end()
+            console.show(line)
+
+        outcome = pretrain(config, show, console.show_progress, origin=origin, stop=stop)
     console.close()
-    draws = outcome is not Outcome.WAS_DONE and os.environ.get("RANK", "0") == "0"
+    draws = outcome is not Outcome.WAS_DONE and is_first
     if draws and (line := write_report_if_possible(config.run)) is not None:
         console.show(line)
     if outcome is Outcome.STOPPED:

@@ -6,18 +6,19 @@ AOTCompiledFunction.save_compiled_function    experimental
 torch.compiler.load_compiled_function         experimental
 torch._inductor...cache_dir                   private; the folder of torch's compile cache
 torch._inductor.config                        private; what code depends on besides the function
+torch._dynamo.eval_frame._stance              private; what torch.compiler.set_stance has set
 torch._dynamo.config.enable_aot_compile       private; whether the first of these exists
 torch._dynamo.config.record_runtime_overhead  private; whether compiled code times what precedes it
 """
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import eval_frame
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._inductor import config as inductor_config
 from torch._inductor.exc import InductorError
@@ -33,10 +34,20 @@ __all__ = [
     "compile_ahead",
     "load_ahead",
     "settings_of_the_compiler",
+    "stance",
 ]
 
 R = TypeVar("R")
 _TIMES_CALLS = "record_runtime_overhead"
+_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "_pre_fusion_custom_pass",
+    "_post_fusion_custom_pass",
+)
 
 
 class CompiledAhead(Generic[R]):
@@ -51,22 +62,30 @@ class CompiledAhead(Generic[R]):
         return bool(self._compiled.guard_check(*arguments))
 
     def save(self, path: Path) -> None:
-        """Writes ``path``, in one step."""
+        """Writes ``path``, in one step; everybody may read it, as what else is in torch's cache."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        os.close(handle)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            self._compiled.save_compiled_function(name)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            self._compiled.save_compiled_function(str(unfinished))
+            unfinished.chmod(0o644)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def can_compile_ahead() -> bool:
-    """Whether this torch has what the functions below need, and may use its compile cache."""
+    """Whether this torch has what the functions below need, may use its compile cache, and runs no passes of a user.
+
+    Such passes are functions, which no key describes.
+    """
     exists = hasattr(torch.compiler, "load_compiled_function") and getattr(dynamo_config, "enable_aot_compile", True)
-    return exists and inductor_config.fx_graph_cache and not inductor_config.force_disable_caches
+    caches = inductor_config.fx_graph_cache and not inductor_config.force_disable_caches
+    return exists and caches and not any(getattr(inductor_config, name, None) for name in _PASSES)
+
+
+def stance() -> str:
+    """What ``torch.compiler.set_stance`` has set; "default" if nothing."""
+    return str(eval_frame._stance.stance)
 
 
 def compile_ahead(function: Callable[..., R], arguments: tuple[object, ...]) -> CompiledAhead[R]:
@@ -77,9 +96,9 @@ def compile_ahead(function: Callable[..., R], arguments: tuple[object, ...]) -> 
     """
     options = {**FORMULA, "guard_filter_fn": _keep_those_of_tensors}
     whole: Any = torch.compile(function, dynamic=False, fullgraph=True, options=options)
-    quietly = {_TIMES_CALLS: False} if hasattr(dynamo_config, _TIMES_CALLS) else {}
-    told = callback_handler.install_callbacks(CallbackTrigger.DYNAMO, function.__qualname__)
-    with told, dynamo_config.patch(quietly):
+    settings = {_TIMES_CALLS: False} if hasattr(dynamo_config, _TIMES_CALLS) else {}
+    notifying = callback_handler.install_callbacks(CallbackTrigger.DYNAMO, function.__qualname__)
+    with notifying, dynamo_config.patch(settings):
         return CompiledAhead(whole.aot_compile((arguments, {})))
 
 
@@ -89,8 +108,8 @@ def _keep_those_of_tensors(guards: Sequence[Any]) -> list[bool]:
 
 def load_ahead(path: Path, function: Callable[..., R]) -> CompiledAhead[R]:
     """Loads what ``CompiledAhead.save`` wrote for ``function``."""
-    same = inductor_config.patch(FORMULA)  # otherwise torch would not find its machine code
-    with path.open("rb") as file, same:
+    options = inductor_config.patch(FORMULA)  # otherwise torch would not find its machine code
+    with path.open("rb") as file, options:
         return CompiledAhead(torch.compiler.load_compiled_function(file, f_globals=function.__globals__))
 
 
@@ -100,5 +119,5 @@ def cache_folder() -> Path:
 
 
 def settings_of_the_compiler() -> str:
-    """All settings of Inductor, which users may have changed."""
+    """All settings of Inductor but functions, which users may have changed."""
     return repr(sorted(inductor_config.save_config_portable().items()))

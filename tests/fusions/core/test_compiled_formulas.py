@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import megalith
 from megalith.fusions.core import compiled_formulas, kept_code
 from megalith.fusions.core.compiled_formulas import CompiledFormula
 from megalith.fusions.core.compiler import why_not_compile
+from megalith.torch_compat.compiled_ahead import can_compile_ahead, compile_ahead
 from megalith.torch_compat.compiler import watch_compiler
 from tests.compiling import builds
 
@@ -178,7 +180,7 @@ def test_functions_of_the_same_line_or_constants_are_told_apart_and_defaults_ref
             compute(lambda x, k=2.0: x * k, x)
 
 
-def test_a_formula_has_as_many_files_as_variants():
+def test_a_formula_has_as_many_files_as_variants(new_folder):
     x = torch.randn(6, 8)
     operands = [x + 1.0, x[:, :1].expand(6, 8), torch.randn(6, 16)[:, ::2], torch.randn(12, 8)[::2]]
     for builds_any in (True, False, False):
@@ -186,6 +188,7 @@ def test_a_formula_has_as_many_files_as_variants():
         with nullcontext() if builds_any else builds(0):
             for y in operands:
                 check(formula, x, y, (2.0, ""))
+        assert len([*new_folder.iterdir()]) == 4
 
 
 def quotient(x: Tensor, divisor: float) -> Tensor:
@@ -202,10 +205,58 @@ def test_zeros_of_both_signs_and_negated_views_are_told_apart():
 
 
 def test_a_tensor_on_another_device_does_not_get_the_code_of_the_cpu():
-    formula = CompiledFormula(scaled)
-    formula(torch.randn(6, 8), None, (2.0, ""))
-    with pytest.raises(Exception, match="meta"):  # it has no memory for any code
-        formula(torch.randn(6, 8, device="meta"), None, (2.0, ""))
+    formula, arguments = CompiledFormula(scaled), (torch.randn(6, 8), None, (2.0, ""))
+    formula(*arguments)
+    on_meta = torch.randn(6, 8, device="meta"), None, (2.0, "")
+    assert formula._code_for(arguments) != formula._through_torch_compile
+    assert formula._code_for(on_meta) == formula._through_torch_compile
+    with pytest.raises(ValueError, match="Unknown device type meta"):  # it has no memory for any code
+        formula(*on_meta)
+
+
+def zero_factors(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
+        if "mul" in str(node.target):
+            node.args = (node.args[0], 0.0)
+
+
+def test_what_a_users_pass_has_changed_is_not_kept(new_folder):
+    x = torch.ones(6, 8)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=zero_factors, fx_graph_cache=False):
+        assert not CompiledFormula(scaled)(x, None, (2.0, "")).any()
+    assert not [*new_folder.iterdir()]
+    check(CompiledFormula(scaled), x, None, (2.0, ""))
+
+
+def test_other_settings_of_the_compiler_have_files_of_their_own(new_folder):
+    x = torch.ones(6, 8)
+    for settings in ({}, {"cpp.simdlen": 256}, {}):
+        with torch._inductor.config.patch(settings):
+            check(CompiledFormula(scaled), x, None, (2.0, ""))
+    assert len([*new_folder.iterdir()]) == 2
+
+
+def test_without_torchs_cache_nothing_is_kept(new_folder):
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        check(CompiledFormula(scaled), torch.ones(6, 8), None, (2.0, ""))
+    assert not [*new_folder.iterdir()]
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert not can_compile_ahead()
+
+
+def test_a_torch_that_does_not_compile_ahead_says_so(monkeypatch):
+    monkeypatch.delattr(torch.compiler, "load_compiled_function")
+    assert not can_compile_ahead()
+
+
+def test_a_stance_is_followed():
+    formula, x = CompiledFormula(scaled), torch.ones(6, 8)
+    check(formula, x, None, (2.0, ""))
+    with torch.compiler.set_stance("force_eager"), builds(0):
+        check(formula, x, None, (2.0, ""))
+        check(formula, x, None, (3.0, ""))
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="fail_on_recompile"):
+        formula(x, None, (4.0, ""))
 
 
 def test_a_file_that_cannot_be_loaded_is_replaced(new_folder):
@@ -222,10 +273,41 @@ def test_a_file_that_cannot_be_loaded_is_replaced(new_folder):
 
 def test_without_a_folder_to_write_to_each_process_compiles(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(kept_code, "_folder", lambda: tmp_path / "file" / "folder")
-    for _ in range(2):
+
+    def refused() -> Path:
+        raise PermissionError("not yours")
+
+    for folder in (lambda: tmp_path / "file" / "folder", refused):
+        monkeypatch.setattr(kept_code, "_folder", folder)
         with builds(1):
             check(CompiledFormula(scaled), torch.randn(6, 8), None, (2.0, ""))
+
+
+def test_files_of_editors_are_no_sources(package):
+    before = kept_code._fingerprint(package)
+    (package / "fusions" / ".#formula.py").symlink_to("user@host.1")  # Emacs has it open
+    assert kept_code._fingerprint(package) == before
+    (package / "fusions" / "gone.py").symlink_to("nowhere")
+    assert kept_code._fingerprint(package) is None
+
+
+def refuses_to_be_one_graph(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x + 1.0
+
+
+def test_what_cannot_be_built_ahead_is_tried_once(monkeypatch):
+    tries = []
+
+    def compile_and_count(*given: object) -> object:
+        tries.append(given)
+        return compile_ahead(*given)
+
+    monkeypatch.setattr(compiled_formulas, "compile_ahead", compile_and_count)
+    formula = CompiledFormula(refuses_to_be_one_graph)
+    for num_rows in (6, 7, 8):
+        assert torch.equal(formula(torch.zeros(num_rows, 8)), torch.ones(num_rows, 8))
+    assert len(tries) == 1
 
 
 def test_a_torch_that_cannot_compile_ahead_compiles_at_the_call(monkeypatch):
@@ -256,15 +338,15 @@ def test_many_lengths_do_not_fill_the_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_who_waits_is_told_once_unless_somebody_tells_already_or_nothing_is_built(is_watched, monkeypatch, caplog):
-    compiled_formulas._tell.cache_clear()
+def test_the_wait_is_logged_once_if_something_is_built_and_nobody_watches(is_watched, monkeypatch, caplog):
+    compiled_formulas._log_wait.cache_clear()
     x = torch.randn(6, 8)
     with watch_compiler(lambda: None, lambda: None) if is_watched else nullcontext():
         for scale in (2.0, 3.0):
             CompiledFormula(scaled)(x, None, (scale, ""))
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert ["compiling fused operations" in line for line in told] == [True] * (not is_watched)
-    compiled_formulas._tell.cache_clear()
+    compiled_formulas._log_wait.cache_clear()
     caplog.clear()
     CompiledFormula(scaled)(x, None, (2.0, ""))
     assert not caplog.records

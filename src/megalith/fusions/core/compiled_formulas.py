@@ -2,14 +2,13 @@
 
 torch.compile determines in every call which of its variants fits, which takes as long as a loop over a megabyte. Here
 the answer is remembered for each signature: all that a variant may depend on, such as options, dtypes, sizes and
-strides. A new signature is compared with the variants that exist, then with the file of an earlier run, and only then
-compiled.
+strides. A new signature is compared with the variants that exist, including those in files of earlier runs, and only
+then compiled.
 """
 
 import functools
 import logging
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from types import CellType, CodeType, FunctionType, NoneType
 from typing import Generic, TypeVar, cast
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from megalith.fusions.core.kept_code import KeptCode
-from megalith.torch_compat.compiled_ahead import CompiledAhead, InductorError, can_compile_ahead, compile_ahead
+from megalith.torch_compat.compiled_ahead import CompiledAhead, InductorError, can_compile_ahead, compile_ahead, stance
 from megalith.torch_compat.compiler import compile_apart, compiler_is_watched
 
 __all__ = ["CompiledFormula", "announce_wait"]
@@ -50,7 +49,7 @@ class CompiledFormula(Generic[R]):
         self._num_shared_dims = 1 if shares_vectors else 0  # tensors of up to so many dimensions are shared by all rows
         self._by_signature: dict[Hashable, Callable[..., R]] = {}
         self._by_torch: Callable[..., R] | None = None
-        self._variants: defaultdict[str, list[CompiledAhead[R]]] = defaultdict(list)
+        self._variants: dict[str, list[CompiledAhead[R]] | None] = {}  # by form; None if torch cannot build ahead
 
     def __call__(self, *arguments: object) -> R:
         if torch.is_grad_enabled():  # never in the forward of a Function, nor in a backward
@@ -67,23 +66,23 @@ class CompiledFormula(Generic[R]):
         return run(*arguments)
 
     def _code_for(self, arguments: tuple[object, ...]) -> Callable[..., R]:
-        if not can_compile_ahead() or any(not x.is_cpu or x.is_neg() for x in _tensors(arguments)):
+        on_cpu = all(x.is_cpu and not x.is_neg() for x in _tensors(arguments))
+        if not on_cpu or not can_compile_ahead() or stance() != "default":
             return self._through_torch_compile
         form = repr((_form(self._function, 0), _global_state(), _form(arguments, self._num_shared_dims)))
+        if form not in self._variants:
+            self._variants[form] = KeptCode(form).load(self._function)
         variants = self._variants[form]
         unmarked = _example(arguments, _ALL_DIMS)
-        for variant in variants:
+        for variant in variants or ():
             if variant.fits(*unmarked):
                 return variant.run
-        kept = KeptCode(form)
-        found = kept.find(self._function, unmarked)
-        if found is None:
-            found = self._built(_example(arguments, self._num_shared_dims))
-            if found is None:
-                return self._through_torch_compile
-            kept.keep(found)
-        variants.append(found)
-        return found.run
+        if variants is None or (built := self._built(_example(arguments, self._num_shared_dims))) is None:
+            self._variants[form] = None
+            return self._through_torch_compile
+        KeptCode(form).keep(built)
+        variants.append(built)
+        return built.run
 
     def _built(self, marked: tuple[object, ...]) -> CompiledAhead[R] | None:
         """New code; None if torch cannot build it ahead of the call."""
@@ -109,11 +108,11 @@ def announce_wait() -> None:
     To be called before something is compiled; nothing is logged inside ``watch_compiler``, whose caller reports it.
     """
     if not compiler_is_watched():
-        _tell()
+        _log_wait()
 
 
 @functools.cache
-def _tell() -> None:
+def _log_wait() -> None:
     log.warning(
         "compiling fused operations on their first calls, a few seconds each; later runs load most of them "
         "(use('blocked') or TORCH_COMPILE_DISABLE=1 avoids it)"
@@ -122,7 +121,8 @@ def _tell() -> None:
 
 def _global_state() -> tuple[Hashable, ...]:
     """What an operation of torch on a CPU depends on besides its arguments, as far as formulas do."""
-    return torch.get_default_dtype(), torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return torch.get_default_dtype(), autocast, stance()
 
 
 def _signature(x: object) -> Hashable:
@@ -133,7 +133,7 @@ def _signature(x: object) -> Hashable:
     if kind is float:
         return cast(float, x).hex()  # 0.0 and -0.0 are equal
     if isinstance(x, _SEQUENCES):
-        return tuple([_signature(item) for item in x])
+        return kind, *[_signature(item) for item in x]
     if isinstance(x, FunctionType):
         if x.__defaults__ or x.__kwdefaults__:
             raise TypeError(f"an argument of a compiled formula has no default values; {x.__qualname__} has")
@@ -152,7 +152,7 @@ def _form(x: object, num_shared_dims: int) -> Hashable:
         sizes = [size if size < 2 else None for size in x.shape[: len(free)]]
         return str(x.dtype), sizes, tuple(x.shape[len(free) :]), x.is_contiguous(), x.stride(-1) == 1
     if isinstance(x, _SEQUENCES):
-        return tuple([_form(item, num_shared_dims) for item in x])
+        return type(x).__qualname__, *[_form(item, num_shared_dims) for item in x]
     if isinstance(x, FunctionType):
         cells = [_form(cell.cell_contents, _ALL_DIMS) for cell in x.__closure__ or ()]
         return x.__module__, x.__qualname__, _code(x.__code__), tuple(cells)
@@ -161,8 +161,13 @@ def _form(x: object, num_shared_dims: int) -> Hashable:
 
 def _code(code: CodeType) -> Hashable:
     """What ``code`` does, in values whose repr is the same in every process."""
-    constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
-    return code.co_firstlineno, code.co_code, code.co_names, tuple(constants)
+    return code.co_firstlineno, code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
+
+
+def _constant(value: object) -> Hashable:
+    if isinstance(value, CodeType):
+        return _code(value)
+    return tuple(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def _tensors(x: object) -> Iterator[Tensor]:
@@ -178,8 +183,8 @@ def _tensors(x: object) -> Iterator[Tensor]:
 def _example(x: X, num_shared_dims: int) -> X:
     """``x`` with tensors of the same memory, but separate storages: the compiler would write the whole storage of each.
 
-    They need no gradient. A tensor that occurs twice becomes two, so that code for it fits any two. Those of more than
-    ``num_shared_dims`` dimensions are marked for the compiler: all but their last dimension may change.
+    They need no gradient. A tensor that occurs twice becomes two, so that the code also fits two different ones. Those
+    of more than ``num_shared_dims`` dimensions are marked for the compiler: all but their last dimension may change.
     """
     result: object = x
     if isinstance(x, Tensor):

@@ -5,9 +5,10 @@ stale is loaded. Where the folder cannot be written, each process compiles anew.
 """
 
 import hashlib
+import itertools
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,52 +25,58 @@ log = logging.getLogger(__name__)
 
 
 class KeptCode:
-    """Files with the code for ``form``, a text that says what was compiled. Each holds a variant, for other strides."""
+    """Files with the code for ``form``, a text that says what was compiled; each holds a variant, for other strides."""
 
     def __init__(self, form: str) -> None:
         self._name = hashlib.sha256(f"{form} {settings_of_the_compiler()}".encode()).hexdigest()
-        self._free: Path | None = None
 
-    def find(self, function: Callable[..., R], arguments: tuple[object, ...]) -> CompiledAhead[R] | None:
-        """The first variant that fits ``arguments``."""
-        folder = _folder()
-        if folder is None:
-            return None
-        index = 0
-        while (path := folder / f"{self._name}-{index}").exists():
-            try:
-                code = load_ahead(path, function)
-                if code.fits(*arguments):
-                    return code
-            except Exception as error:  # an incomplete file, or a compiler that is gone
-                log.debug("compiling again what %s holds: %s", path, error)
-                break
-            index += 1
-        self._free = path
-        return None
-
-    def keep(self, code: CompiledAhead[R]) -> None:
-        """Writes a variant that ``find`` has not found, unless the sources have changed since they were imported."""
-        if self._free is None or _fingerprint(_PACKAGE) != _SOURCES:
-            return
+    def load(self, function: Callable[..., R]) -> list[CompiledAhead[R]]:
+        """All variants; a file that cannot be loaded is removed."""
+        variants = []
         try:
-            code.save(self._free)
-        except Exception as error:  # a folder that cannot be written
-            log.debug("%s is not written: %s", self._free, error)
+            for path in self._paths():
+                try:
+                    variants.append(load_ahead(path, function))
+                except FileNotFoundError:
+                    break
+                except Exception as error:  # incomplete, or the compiler is needed again and has been removed
+                    log.debug("%s cannot be loaded: %s", path, error)
+                    path.unlink()
+                    break
+        except OSError as error:
+            log.debug("%s", error)
+        return variants
+
+    def keep(self, variant: CompiledAhead[R]) -> None:
+        """Writes another file, unless the sources have changed since they were imported."""
+        if _fingerprint(_PACKAGE) != _SOURCES:
+            return None
+        try:
+            for path in self._paths():
+                if not path.exists():
+                    return variant.save(path)
+        except Exception as error:  # a folder that cannot be written, or code that torch cannot serialize
+            log.debug("the code of a formula is not kept: %s", error)
+
+    def _paths(self) -> Iterator[Path]:
+        if (folder := _folder()) is not None:
+            yield from (folder / f"{self._name}-{index}" for index in itertools.count())
 
 
 def _fingerprint(package: Path) -> str | None:
-    """Identifies the sources of formulas, this torch and this CPU's capability; None if there are no sources."""
+    """Identifies the sources of formulas, this torch and this CPU's capability; None if sources cannot be read."""
     parts = ("fusions", "numerics", "torch_compat")
-    paths = [path for part in parts for path in sorted((package / part).glob("**/*.py"))]
-    if not paths:
-        return None
     given = hashlib.sha256()
-    for path in paths:
-        given.update(path.read_bytes())
+    try:
+        # names that start with a dot are those of editors
+        paths = [path for part in parts for path in sorted((package / part).glob("**/[!.]*.py"))]
+        for path in paths:
+            given.update(path.read_bytes())
+    except OSError:
+        return None
     machine = platform.python_version(), platform.machine(), torch.backends.cpu.get_cpu_capability()
     given.update(repr((megalith.__version__, torch.__version__, *machine)).encode())
-    return given.hexdigest()[:32]
+    return given.hexdigest()[:32] if paths else None
 
 
 _PACKAGE = Path(megalith.__file__).parent
