@@ -352,6 +352,17 @@ def test_a_sentence_that_is_too_long_is_cut_where_it_reaches_the_room():
     assert of_document.tolist() == [0, 4, 4, 7]
 
 
+def test_it_says_how_many_sentences_it_cuts_if_any(prefix, tokenizer, caplog):
+    BertDataset(prefix, tokenizer, 8, 0, MaskingConfig(long_sentences="cut"))  # room for 5 tokens
+    starts, ends, _ = masked_dataset._sentences(IndexedDataset(prefix))
+    lengths = ends - starts
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == f"{prefix}: cut {(lengths > 5).sum()} of {len(lengths)} sentences, those of more than 5 tokens"
+    caplog.clear()
+    BertDataset(prefix, tokenizer, 3 + int(lengths.max()), 0, MaskingConfig(long_sentences="cut"))
+    assert not caplog.records
+
+
 def test_bad_data_are_refused_before_a_sample_is_read(prefix, tokenizer, tmp_path):
     whole = tmp_path / "whole"
     with IndexedDatasetBuilder(whole, np.uint16) as builder:

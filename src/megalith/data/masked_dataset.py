@@ -85,9 +85,12 @@ class MaskedDataset(ABC, Generic[Sample]):
         self._data = dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
         self._data.require_token_ids()
         self._starts, self._ends, documents = _sentences(self._data)
-        if masking.long_sentences == "cut":
-            self._starts, self._ends, documents = _cut(self._starts, self._ends, documents, room)
         lengths = self._ends - self._starts
+        if masking.long_sentences == "cut":
+            if num_long := int((lengths > room).sum()):
+                self._log("cut %d of %d sentences, those of more than %d tokens", num_long, len(lengths), room)
+            self._starts, self._ends, documents = _cut(self._starts, self._ends, documents, room)
+            lengths = self._ends - self._starts
         self._handle_long_sentences(lengths, documents, masking.long_sentences)
         self._packed = pack_sentences(
             lengths,
@@ -154,13 +157,12 @@ class MaskedDataset(ABC, Generic[Sample]):
                 f"data.seq_length, split such sentences with data.masking.long_sentences=cut, or skip such documents "
                 f"({left_out}) with data.masking.long_sentences=skip"
             )
+        self._log("skipped documents with a sentence of more than %d tokens: %s", self._room, left_out)
+
+    def _log(self, message: str, *values: object) -> None:
+        """Logs what has been done to the text, once for all ranks."""
         if os.environ.get("RANK", "0") == "0":
-            log.warning(
-                "%s: skipped documents with a sentence of more than %d tokens: %s",
-                self._data.prefix,
-                self._room,
-                left_out,
-            )
+            log.warning(f"%s: {message}", self._data.prefix, *values)
 
 
 class HeldOutSamples(Generic[Sample]):
