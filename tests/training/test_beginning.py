@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megalith.errors import DataError
 from megalith.observe.metrics import read_metrics
 from megalith.storage import WAY_OUT, LocalStore
 from megalith.training.saves import refuse_if_saved
@@ -247,6 +248,16 @@ def test_a_model_that_takes_long_to_build_is_announced_until_the_first_line(fini
     train(finished, run)
     assert said[:2] == ["building the model, with initialized or loaded weights", "ended"]
     assert said[2].startswith("resumed from")
+
+
+def test_held_out_data_that_are_refused_are_told_before_the_run_begins(finished, run, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise DataError("labels must be below 3; got 7")
+
+    monkeypatch.setattr("megalith.training.callbacks.HeldOutLoss.__init__", refuse)
+    found = train(finished, run)
+    assert (found.code != 0, found.out) == (True, "")
+    assert "labels must be below 3" in found.err
 
 
 def test_a_change_of_the_schedule_is_told_once(finished, run, caplog):

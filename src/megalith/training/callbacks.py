@@ -120,7 +120,8 @@ class Metrics(Callback):
         if is_shown:
             self.show_progress(progress_line(record, steps, self.left.after(state.step)))
 
-    def on_end(self, run: Run, outcome: Outcome) -> None:
+    def close(self) -> None:
+        """Closes the file; nothing can be written after that."""
         if self.writer is not None:
             self.writer.close()
 

@@ -1,6 +1,6 @@
 """Trains a run: takes a resolved config and writes a trained run folder."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -64,24 +64,27 @@ def pretrain(
             if dist.get_rank() == 0 and not beginning.is_done:
                 run_log = stack.enter_context(RunLog(run.folder / "logs" / "run.log"))
                 show, show_progress = run_log.kept(show), run_log.kept(show_progress)
-        for line in beginning.lines:
-            show(line)
         if beginning.is_done:
+            _show_all(beginning.lines, show)
             return Outcome.WAS_DONE
         with agreed():
             names = config.tracking if dist.get_rank() == 0 else ()
-            trackers = Trackers(run.folder, names, resumed_step=run.state.step, settings=config.model_dump(mode="json"))
-            metrics = Metrics(run, show, show_progress, trackers)
+            settings = config.model_dump(mode="json")
+            trackers = stack.enter_context(
+                closing(Trackers(run.folder, names, resumed_step=run.state.step, settings=settings))
+            )
+            metrics = stack.enter_context(closing(Metrics(run, show, show_progress, trackers)))
             ours = (HeldOutLoss(run, metrics), TextSamples(run, metrics), Checkpoints(run, metrics), CollapseAlarm())
             callbacks = [metrics, *ours, *(parts.callbacks if parts else ()), FreedMemory(run)]
             if dist.get_rank() == 0:
                 keep_settings(run)
                 keep_tokenizer(run)
                 write_about(run, origin)
+        _show_all(beginning.lines, show)  # after everything that reads the user's files
         first_step = run.state.step
         if config.train.compile_fusions is False:
             stack.enter_context(without_compiling())
-        with closing(trackers), CompilerWait(run.timers, show, show_progress).watched():
+        with CompilerWait(run.timers, show, show_progress).watched():
             outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
             show(_where_it_stopped(run, first_step, stop.reason))
@@ -113,6 +116,11 @@ def _locked(folder: Path) -> Iterator[None]:
             if dist.get_rank() == 0:
                 held.enter_context(RunLock(folder))
         yield
+
+
+def _show_all(lines: Sequence[str], show: Callable[[str], None]) -> None:
+    for line in lines:
+        show(line)
 
 
 def _say_nothing(line: str) -> None:
