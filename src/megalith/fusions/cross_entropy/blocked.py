@@ -56,9 +56,8 @@ def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Unpack[Par
         e = (x - finite_shift(top)).exp_()
         if torch.compiler.is_compiling():
             own = column.to(torch.int32).masked_fill(~here, -1)
-            e = e.masked_fill(
-                torch.arange(n, dtype=torch.int32, device=x.device) == own, 0.0
-            )  # fuses into one pass, unlike a scatter
+            columns = torch.arange(n, dtype=torch.int32, device=x.device)
+            e = e.masked_fill(columns == own, 0.0)  # fuses into one pass, unlike a scatter
         elif n == part.vocab_size:  # all targets that are not ignored are here
             e.scatter_(-1, column, 0.0)
         else:
