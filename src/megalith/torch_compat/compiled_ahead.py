@@ -7,7 +7,7 @@ torch.compiler.load_compiled_function         experimental
 torch._inductor...cache_dir                   private; the folder of torch's compile cache
 torch._inductor.config                        private; what code depends on besides the function
 torch._dynamo.eval_frame._stance              private; what torch.compiler.set_stance has set
-torch._dynamo.config.enable_aot_compile       private; whether the first of these exists
+torch._dynamo.config.enable_aot_compile       private; whether the first of these exists: not by default in 2.11
 torch._dynamo.config.record_runtime_overhead  private; whether compiled code times what precedes it
 """
 

@@ -19,6 +19,7 @@ from tests.compiling import builds
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}"),
+    pytest.mark.skipif(not can_compile_ahead(), reason="torch 2.11 compiles at the call, unless it is told otherwise"),
     pytest.mark.usefixtures("new_folder"),
 ]
 
