@@ -1,6 +1,7 @@
 """The demo, with a smaller corpus and fewer steps: every step of it, on ranks of the pool."""
 
 import json
+from statistics import mean
 
 import pytest
 
@@ -39,7 +40,8 @@ def test_it_trains_changes_its_layout_measures_and_shows(num_gpus, layouts, tmp_
     records = [record for record in read_metrics(result.folder) if "loss" in record]
     assert [record["step"] for record in records] == list(range(1, 101))
     assert [record["layout"] for record in records] == [layouts[0]] * 80 + [layouts[1]] * 20
-    assert records[-1]["loss"] < records[0]["loss"] - 1.0
+    # a batch of 128 tokens is noisy, and the text depends on the version of Python
+    assert mean(record["loss"] for record in records[-10:]) < records[0]["loss"] - 1.0
     assert abs(records[80]["loss"] - records[79]["loss"]) < 1.0  # the loss curve continues
     said = "\n".join(lines)
     for words in ("corpus: 60 files", "held out", "dtype", "samples", "interpolated bigram", "report.html"):

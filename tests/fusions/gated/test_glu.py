@@ -179,6 +179,7 @@ def test_an_upstream_gradient_of_another_shape_is_refused():
 
 
 @pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before, torch.compile expands the two sigmoids differently")
 def test_compiled_gradients_of_gate_and_up_share_an_exponential():
     gating = glu_formulas.Gating.of("silu")
 

@@ -26,6 +26,9 @@ THEIRS = {
     "zero_bubble": theirs.ScheduleInterleavedZeroBubble,
     "zb_v": theirs.ScheduleZBVZeroBubble,
 }
+where_torchs_zb_v_runs = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="before, torch's zb_v sends shapes to its own rank, which gloo cannot"
+)
 ROWS = 3  # per micro-batch: all of torch's stages have the same shape
 
 
@@ -83,8 +86,8 @@ def both(schedule: str, num_chunks: int, m: int) -> list[tuple[Tensor, Tensor]]:
         ("interleaved", 2, 3, 4),
         ("interleaved", 4, 2, 8),
         ("zero_bubble", 4, 1, 8),
-        ("zb_v", 2, 2, 5),
-        ("zb_v", 4, 2, 9),
+        pytest.param("zb_v", 2, 2, 5, marks=where_torchs_zb_v_runs),
+        pytest.param("zb_v", 4, 2, 9, marks=where_torchs_zb_v_runs),
     ],
 )
 def test_our_gradients_are_those_of_torchs_own_schedule(schedule, num_ranks, num_chunks, num_microbatches):
