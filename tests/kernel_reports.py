@@ -22,6 +22,7 @@ from triton._utils import type_canonicalisation_dict
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime.jit import JITFunction
 
 from megalith.fusions.core import dispatch as backend
 from megalith.optional import triton_interprets
@@ -142,19 +143,15 @@ def launches(run: Callable[[], object]) -> list[Launch]:
     """The launches ``run()`` would make; none is made, so its results are garbage. Only without the interpreter."""
     recorded: list[Launch] = []
 
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
+    def recorder(kernel: Any, grid: object) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            names = dict(zip(kernel.arg_names, args, strict=False))
+            recorded.append(Launch(kernel, names | kwargs))
 
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            def launch(*args: Any, **kwargs: Any) -> None:
-                names = dict(zip(self.kernel.arg_names, args, strict=False))
-                recorded.append(Launch(self.kernel, names | kwargs))
-
-            return launch
+        return launch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.library, "wrap_triton", Recorder)
+        patch.setattr(JITFunction, "__getitem__", recorder)
         patch.setattr(backend, "triton_interprets", lambda: True)  # accepts CPU tensors
         run()
     return recorded

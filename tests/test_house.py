@@ -28,6 +28,7 @@ GLOBAL_STATE = {
     "src/megalith/fusions/core/preference.py:ranking": "what `prefer` has set, for all threads of a process",
     "src/megalith/fusions/core/preference.py:_backend": "what `use` says, to the thread or task that says it",
     "src/megalith/fusions/core/registry.py:FUSIONS": "the operations there are, as their families are imported",
+    "src/megalith/fusions/core/registration.py:_launches": "whether a thread launches kernels without torch's wrapper",
     "src/megalith/fusions/core/dispatch.py:_tell": "which lines the log has already",
     "src/megalith/fusions/core/compiled_formulas.py:_log_wait": "which lines the log has already",
     "src/megalith/acceleration/replay.py:_depends_on_values": "cache: what torch says of an operator",

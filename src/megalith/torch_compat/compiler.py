@@ -17,7 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
-from torch._library.triton import set_wrap_triton_enabled
 
 __all__ = [
     "break_graph_before_gradients_are_lost",
@@ -25,7 +24,6 @@ __all__ = [
     "compile_layers_",
     "compiler_is_watched",
     "keeping_what_is_saved",
-    "launching_directly",
     "trusting_vector_instructions",
     "uncompiled",
     "watch_compiler",
@@ -113,12 +111,6 @@ def keeping_what_is_saved() -> AbstractContextManager[None]:
     """Inside the block, torch.compile builds and runs backwards that do not reuse the memory of saved tensors."""
     keeping: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
     return keeping
-
-
-def launching_directly() -> AbstractContextManager[None]:
-    """Inside the block, ``torch.library.wrap_triton(kernel)`` launches the kernel directly, since nothing traces it."""
-    direct: AbstractContextManager[None] = set_wrap_triton_enabled(False)
-    return direct
 
 
 @contextmanager

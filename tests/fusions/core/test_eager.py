@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 
 from megalith.fusions import fused_rms_norm, glu, quantize
-from megalith.fusions.core.registration import Operator
+from megalith.fusions.core.registration import Operator, register_without_gradient, wrap_triton
 from tests.fusions.observe import operator_calls
 from tests.kernel_reports import without_interpreter
 
@@ -134,7 +134,7 @@ def kernels_launched() -> list[object]:
     launched = []
 
     def record(kernel: object) -> dict[tuple[int], Callable[..., None]]:
-        launched.append(torch.library.wrap_triton(kernel) is kernel)
+        launched.append(wrap_triton(kernel) is kernel)
         return defaultdict(lambda: lambda *_, **__: None)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -144,8 +144,28 @@ def kernels_launched() -> list[object]:
     return launched
 
 
+def kernels_launched_by_an_opaque_operator() -> list[bool]:
+    """Called eagerly, and dispatched."""
+    from megalith.fusions.norm.kernels.norm import forward_kernel
+
+    launched = []
+
+    def outputs(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def forward(x: Tensor) -> Tensor:
+        launched.append(wrap_triton(forward_kernel) is forward_kernel)
+        return x.clone()
+
+    call = register_without_gradient("launches_unseen", forward, outputs, opaque=True)
+    call(X)
+    torch.ops.megalith.launches_unseen(X)
+    return launched
+
+
 def test_kernels_are_launched_as_they_are_forward_and_backward():
     assert without_interpreter(kernels_launched) == [True, True]
+    assert without_interpreter(kernels_launched_by_an_opaque_operator) == [True, True]
 
 
 @pytest.mark.parametrize("path", ["triton", "blocked"])

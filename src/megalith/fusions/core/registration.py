@@ -2,11 +2,13 @@
 
 Compiled Triton launchers become a ``triton_op``: torch.compile sees their kernels and plans memory around them.
 Interpreted launchers become a ``custom_op``, which is opaque to torch.compile, because the interpreter reads data
-pointers, which traced tensors do not have. Functions over blocks of rows become a ``custom_op`` too.
+pointers, which traced tensors do not have. Functions over blocks of rows become a ``custom_op`` too. Wherever nothing
+traces a launch, it bypasses torch's wrapper, which costs many times as much as Triton's own launch.
 """
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -19,7 +21,6 @@ from megalith.fusions.core.eager import NON_TENSOR_TYPES, call_in_backward, eage
 from megalith.fusions.core.records import flat_signature
 from megalith.fusions.core.rows import as_rows, fresh_like
 from megalith.optional import triton_interprets
-from megalith.torch_compat.compiler import launching_directly
 
 __all__ = ["Differentiable", "Operator", "gradients_like", "register_without_gradient", "wrap_triton"]
 
@@ -31,6 +32,15 @@ Saves = Callable[..., tuple[object, ...]]
 Passes = Callable[..., Sequence[str]]
 Shares = Callable[..., Mapping[str, str]]
 _SAVED = object()  # placeholder in ctx.kept for the next of ctx.saved_tensors
+
+
+class _Launches(threading.local):
+    """How this thread launches kernels: through torch's wrapper, which torch.compile traces, or directly."""
+
+    directly = False
+
+
+_launches = _Launches()
 
 
 class Computes(Protocol[Y_co]):
@@ -102,7 +112,7 @@ class Operator(Generic[Y, G]):
         The gradient is not differentiable: a second derivative raises an error rather than being wrong.
 
         Args:
-            opaque: the functions are not Triton launchers.
+            opaque: torch.compile does not trace the functions, which may launch kernels all the same.
         """
         operator, implementation = _define(
             name, forward, self.outputs, opaque, of_rows=_Rows(self.rows, range(self.num_differentiable))
@@ -210,7 +220,7 @@ def wrap_triton(kernel: Any) -> Any:
     generates the same code for it, but torch.compile (2.13) does not: Inductor rejects the argument, loses symbolic
     sizes in it, and then treats every tensor as mutated. Functions called by a kernel may take tuples.
     """
-    return kernel if triton_interprets() else torch.library.wrap_triton(kernel)
+    return kernel if _launches.directly or triton_interprets() else torch.library.wrap_triton(kernel)
 
 
 class _Rows(NamedTuple):
@@ -265,17 +275,18 @@ def _define(
 ) -> tuple[Callable[..., Y], Callable[..., Y]]:
     """Returns the operator, and its equivalent for tensors that are not being traced."""
     function = on_the_device_of_its_tensors(function)
-    define: Any = torch.library.custom_op if opaque or triton_interprets() else torch.library.triton_op
+    is_traced = not (opaque or triton_interprets())  # by torch.compile, which then sees the kernels that it launches
     options: dict[str, Any] = {"mutates_args": tuple(mutates)}
     allocate = outputs
     if of_rows is not None:
         function, allocate = (of_rows.of_any_shape(one, flat_signature(outputs)) for one in (function, outputs))
-    implementation = function
-    function, allocate = _without_aliases(function), _without_aliases(allocate)
-    if define is torch.library.custom_op:
-        options["schema"] = torch.library.infer_schema(_declared_as(outputs, outputs), **options)
+    implementation = _launching(function)
+    function, allocate = _without_aliases(function if is_traced else implementation), _without_aliases(allocate)
+    define: Any = torch.library.triton_op if is_traced else torch.library.custom_op
+    if is_traced:
+        function = _declared_as(function, outputs)
     else:
-        function, implementation = _declared_as(function, outputs), _launching(function)
+        options["schema"] = torch.library.infer_schema(_declared_as(outputs, outputs), **options)
     operator: Callable[..., Y] = define(f"megalith::{name}", function, **options)
     torch.library.register_fake(f"megalith::{name}", allocate)
     return operator, implementation
@@ -298,8 +309,11 @@ def _launching(function: Callable[..., Y]) -> Callable[..., Y]:
     """``function`` with its kernels launched by Triton directly, bypassing the wrapper that torch.compile traces."""
 
     def launch(*inputs: Any) -> Y:
-        with launching_directly():
+        before, _launches.directly = _launches.directly, True
+        try:
             return function(*inputs)
+        finally:
+            _launches.directly = before
 
     return launch
 

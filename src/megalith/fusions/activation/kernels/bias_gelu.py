@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.activation.bias_gelu_formulas import OPERATOR
+from megalith.fusions.core.grids import cdiv
 from megalith.fusions.core.kernels.activations import activation, activation_and_slope, tile_of
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns, rows_per_sum
@@ -64,7 +65,7 @@ def _forward(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     if y.numel():
         x, bias = contiguous_columns(x), None if bias is None else bias.contiguous()
         block, num_warps = tile_of(F)
-        wrap_triton(_forward_kernel)[(T, triton.cdiv(F, block))](
+        wrap_triton(_forward_kernel)[(T, cdiv(F, block))](
             x, bias, y, x.stride(0), F, KIND=activation, BLOCK_F=block, num_warps=num_warps
         )
     return y
@@ -76,9 +77,9 @@ def _backward(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tu
     if dx.numel() == 0:
         return dx, dbias.zero_()
     block, num_warps = tile_of(F)
-    num_tiles = triton.cdiv(F, block)
+    num_tiles = cdiv(F, block)
     num_rows = 1 if bias is None else rows_per_sum(T, num_tiles)
-    groups = triton.cdiv(T, num_rows)
+    groups = cdiv(T, num_rows)
     sums = None if bias is None else x.new_empty(groups, F, dtype=torch.float32)
     dy, x, bias = contiguous_columns(dy), contiguous_columns(x), None if bias is None else bias.contiguous()
     wrap_triton(_backward_kernel)[(groups, num_tiles)](

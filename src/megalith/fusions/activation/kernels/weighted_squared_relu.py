@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.activation.weighted_squared_relu_formulas import OPERATOR
+from megalith.fusions.core.grids import cdiv
 from megalith.fusions.core.kernels.activations import relu, tile_of
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
@@ -46,7 +47,7 @@ def _forward(x: Tensor, weights: Tensor) -> Tensor:
     if y.numel():
         x, weights = contiguous_columns(x), weights.contiguous()
         block, num_warps = tile_of(F)
-        wrap_triton(_forward_kernel)[(T, triton.cdiv(F, block))](
+        wrap_triton(_forward_kernel)[(T, cdiv(F, block))](
             x, weights, y, x.stride(0), F, BLOCK_F=block, num_warps=num_warps
         )
     return y

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.adamw.formulas import MUTATED, outputs
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.registration import register_without_gradient, wrap_triton
 
 __all__ = ["op"]
@@ -100,7 +101,7 @@ def _update(
     lists = (weights, copies or weights, grads, exp_avgs, exp_avg_sqs)  # the table has this row even without copies
     addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
     sizes = [w.numel() for w in weights]
-    *first, num_chunks = accumulate((triton.cdiv(size, _CHUNK) for size in sizes), initial=0)
+    *first, num_chunks = accumulate((cdiv(size, _CHUNK) for size in sizes), initial=0)
     if num_chunks == 0:
         return
     # one small copy, without a host sync
@@ -109,7 +110,7 @@ def _update(
         table, len(weights), weights[0], copies[0] if copies else None, grads[0], grad_scale, found_nonfinite,
         1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5,
         BETA1=beta1, BETA2=beta2, EPS=eps, ALIGNED=all(address % 16 == 0 for row in addresses for address in row),
-        CHUNK=_CHUNK, SEARCH=min(_SEARCH, triton.next_power_of_2(len(weights))),
+        CHUNK=_CHUNK, SEARCH=min(_SEARCH, next_power_of_2(len(weights))),
     )  # fmt: skip
 
 

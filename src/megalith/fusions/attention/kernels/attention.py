@@ -28,6 +28,7 @@ from megalith.fusions.attention.kernels.attention_tiles import (
     strides,
     walk,
 )
+from megalith.fusions.core.grids import cdiv
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 
@@ -109,7 +110,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack
     q, k, v = (contiguous_columns(x) for x in (q, k, v))
     columns = max(64, block_columns(q), block_columns(v))
     blocks = blocks_of(q, columns, _BLOCKS, _LARGE_BLOCKS)
-    num_blocks = triton.cdiv(Sq, blocks.BLOCK_M)
+    num_blocks = cdiv(Sq, blocks.BLOCK_M)
     wrap_triton(_forward_kernel)[(num_blocks * B * A,)](
         q, k, v, None if sink is None else sink.contiguous(), None if bounds is None else bounds.contiguous(), out, lse,
         *strides(q, k, v), Sq, Sk, A, B * A, num_blocks, left, right,

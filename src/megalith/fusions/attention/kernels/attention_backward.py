@@ -26,6 +26,7 @@ from megalith.fusions.attention.kernels.attention_tiles import (
     strides,
     walk,
 )
+from megalith.fusions.core.grids import cdiv
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 
@@ -183,7 +184,7 @@ def backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, 
     q, k, v = (contiguous_columns(x) for x in (q, k, v))
     bounds = None if bounds is None else bounds.contiguous()
     delta = torch.empty_like(lse)
-    num_blocks = triton.cdiv(Sq, _DELTA_ROWS)
+    num_blocks = cdiv(Sq, _DELTA_ROWS)
     wrap_triton(_delta_kernel)[(num_blocks * B * A,)](
         dout, out, None if dlse is None else dlse.contiguous(), delta, *strides(dout), Sq, A, B * A, num_blocks,
         DV=DV, BLOCK_DV=block_columns(v), BLOCK_M=_DELTA_ROWS,
@@ -192,13 +193,13 @@ def backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, 
     columns = max(64, block_columns(q), block_columns(v))
     sizes = {"D": D, "DV": DV, "BLOCK_D": block_columns(q), "BLOCK_DV": block_columns(v)}
     blocks = blocks_of(q, columns, _KEYS_BLOCKS, _LARGE_KEYS_BLOCKS)
-    num_blocks = triton.cdiv(Sk, blocks.BLOCK_N)
+    num_blocks = cdiv(Sk, blocks.BLOCK_N)
     wrap_triton(_keys_kernel)[(num_blocks * B * G,)](
         *tensors, dk, dv, *strides(q, k, v, dout), Sq, Sk, G, B * G, num_blocks, left, right,
         SCALE=scale, CAP=cap, GROUP=A // G, **sizes, **blocks._asdict(),
     )  # fmt: skip
     blocks = blocks_of(q, columns, _QUERIES_BLOCKS, _LARGE_QUERIES_BLOCKS)
-    num_blocks = triton.cdiv(Sq, blocks.BLOCK_M)
+    num_blocks = cdiv(Sq, blocks.BLOCK_M)
     wrap_triton(_queries_kernel)[(num_blocks * B * A,)](
         *tensors, dq, *strides(q, k, v, dout), Sq, Sk, A, B * A, num_blocks, left, right,
         SCALE=scale, CAP=cap, GROUP=A // G, **sizes, **blocks._asdict(),

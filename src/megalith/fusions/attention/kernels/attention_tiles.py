@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.core.devices import has_large_memory
+from megalith.fusions.core.grids import next_power_of_2
 from megalith.fusions.core.kernels.activations import tanh_and_slope
 from megalith.optional import triton_interprets
 
@@ -44,7 +45,7 @@ Table = Mapping[tuple[int, int], Blocks]  # keys are (bytes per element, largest
 
 def block_columns(x: Tensor) -> int:
     """Columns of a block that holds rows of ``x``: a power of two, at least 16 for tensor cores."""
-    return max(16, int(triton.next_power_of_2(x.shape[-1])))
+    return max(16, int(next_power_of_2(x.shape[-1])))
 
 
 def blocks_of(q: Tensor, columns: int, general: Table, large: Table) -> Blocks:

@@ -5,6 +5,8 @@ import math
 import triton
 import triton.language as tl
 
+from megalith.fusions.core.grids import next_power_of_2
+
 __all__ = [
     "activation",
     "activation_and_slope",
@@ -30,7 +32,7 @@ _ROOT_1_OVER_2_PI = tl.constexpr(0.3989422804014327)
 
 def tile_of(F: int) -> tuple[int, int]:
     """Columns of ``F`` that a program processes at a time, and its number of warps, fewer for narrow rows."""
-    block = max(32, min(_WIDEST_TILE, triton.next_power_of_2(F)))
+    block = max(32, min(_WIDEST_TILE, next_power_of_2(F)))
     return block, max(1, block // _COLUMNS_OF_WARP)
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv
 from megalith.fusions.core.kernels.activations import exp, log1p, tanh_and_slope
 from megalith.fusions.core.registration import register_without_gradient, wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
@@ -221,8 +222,8 @@ def statistics(logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> 
         return found
     logits = contiguous_columns(logits)
     n = num_true_columns(logits.shape[1], part)
-    num_splits = max(1, min(triton.cdiv(_PROGRAMS, T), n // _BLOCK_V))
-    span = triton.cdiv(triton.cdiv(n, num_splits), _BLOCK_V) * _BLOCK_V
+    num_splits = max(1, min(cdiv(_PROGRAMS, T), n // _BLOCK_V))
+    span = cdiv(cdiv(n, num_splits), _BLOCK_V) * _BLOCK_V
     parts = found if num_splits == 1 else found.new_empty(num_splits, T, K)
     wrap_triton(_statistics_kernel)[(T, num_splits)](
         logits, target.contiguous(), parts, logits.stride(0), T, n, _num_read(n, logits), span, part.start,
@@ -230,7 +231,7 @@ def statistics(logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> 
         WORD=_WORD_BYTES // logits.element_size(), BLOCK_V=_BLOCK_V, num_warps=_WARPS,
     )  # fmt: skip
     if num_splits > 1:
-        wrap_triton(_merge_kernel)[(triton.cdiv(T, _BLOCK_T),)](parts, found, T, num_splits, K=K, BLOCK_T=_BLOCK_T)
+        wrap_triton(_merge_kernel)[(cdiv(T, _BLOCK_T),)](parts, found, T, num_splits, K=K, BLOCK_T=_BLOCK_T)
     return found
 
 
@@ -239,7 +240,7 @@ def loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Unpack[PartAnd
     part, terms = part_and_terms(*options)
     num_parts, T, K = parts.shape
     if T:
-        wrap_triton(_loss_kernel)[(triton.cdiv(T, _BLOCK_T),)](
+        wrap_triton(_loss_kernel)[(cdiv(T, _BLOCK_T),)](
             parts.contiguous(), target.contiguous(), losses, whole, T, num_parts, part.vocab_size,
             IGNORE=part.ignore_index, SMOOTHING=terms.smoothing, Z_LOSS=terms.z_loss, K=K, BLOCK_T=_BLOCK_T,
         )  # fmt: skip
@@ -257,7 +258,7 @@ def gradient_into(
         return
     logits = contiguous_columns(logits)
     n = num_true_columns(num_columns, part)
-    num_splits = max(1, min(triton.cdiv(_GRADIENT_PROGRAMS, T), triton.cdiv(num_columns, _TILE_V)))
+    num_splits = max(1, min(cdiv(_GRADIENT_PROGRAMS, T), cdiv(num_columns, _TILE_V)))
     num_read = _num_read(n, logits) or (n if n < num_columns else None)
     wrap_triton(_gradient_kernel)[(T, num_splits)](
         dloss.contiguous(), logits, target.contiguous(), whole, dlogits, logits.stride(0),
@@ -280,7 +281,7 @@ def _num_read(n: int, logits: Tensor) -> int | None:
 
     The mask of a load limits its width: a mask that can end at any column makes every load one element wide.
     """
-    rounded: int = triton.cdiv(n, 16) * 16
+    rounded: int = cdiv(n, 16) * 16
     return rounded if n < rounded <= logits.shape[1] else None
 
 

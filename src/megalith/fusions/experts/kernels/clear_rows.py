@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv
+
 __all__ = ["clear_after_"]
 
 _ROWS, _COLUMNS = 16, 512  # untuned
@@ -22,5 +24,5 @@ def _clear_kernel(y_ptr, ends_ptr, R, num_columns, E, BLOCK_ROWS: tl.constexpr, 
 
 def clear_after_(y: Tensor, ends: Tensor) -> None:
     """Fills the rows of ``y``, contiguous, after ``ends[-1]`` with zeros. Not an operator: call it inside one."""
-    grid = (triton.cdiv(y.shape[0], _ROWS),)
+    grid = (cdiv(y.shape[0], _ROWS),)
     _clear_kernel[grid](y, ends, *y.shape, len(ends), BLOCK_ROWS=_ROWS, BLOCK_COLUMNS=_COLUMNS)

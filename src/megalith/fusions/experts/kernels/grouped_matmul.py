@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.core.devices import has_large_memory
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.experts.grouped_matmul_formulas import OPERATOR
@@ -111,10 +112,10 @@ def _blocks_of(x: Tensor) -> _Blocks:
 def _multiply(x: Tensor, weight: Tensor, sizes: Tensor, y: Tensor, transposed: bool) -> None:
     (R, num_summed), num_columns, E = x.shape, y.shape[1], len(sizes)
     x, weight, blocks = contiguous_columns(x), contiguous_columns(weight), _blocks_of(x)
-    num_tiles = triton.cdiv(R, blocks.BLOCK_ROWS) + E
-    wrap_triton(_by_matrices_kernel)[(num_tiles, triton.cdiv(num_columns, blocks.BLOCK_COLUMNS))](
+    num_tiles = cdiv(R, blocks.BLOCK_ROWS) + E
+    wrap_triton(_by_matrices_kernel)[(num_tiles, cdiv(num_columns, blocks.BLOCK_COLUMNS))](
         x, weight, sizes.contiguous(), y, x.stride(0), *weight.stride()[:2], R, E, num_summed, num_columns,
-        TRANSPOSED=transposed, BLOCK_E=triton.next_power_of_2(E + 1), **blocks._asdict(),
+        TRANSPOSED=transposed, BLOCK_E=next_power_of_2(E + 1), **blocks._asdict(),
     )  # fmt: skip
 
 
@@ -134,11 +135,11 @@ def _backward(
     if dweight.numel():
         _, F, H = weight.shape
         dy, x, blocks = contiguous_columns(dy), contiguous_columns(x), _blocks_of(x)
-        num_tiles = triton.cdiv(H, blocks.BLOCK_COLUMNS)
+        num_tiles = cdiv(H, blocks.BLOCK_COLUMNS)
         E = len(rows_per_expert)
-        wrap_triton(_by_rows_kernel)[(triton.cdiv(F, blocks.BLOCK_ROWS) * num_tiles, E)](
+        wrap_triton(_by_rows_kernel)[(cdiv(F, blocks.BLOCK_ROWS) * num_tiles, E)](
             dy, x, rows_per_expert.contiguous(), dweight, dy.stride(0), x.stride(0), len(x), F, H, num_tiles,
-            BLOCK_E=triton.next_power_of_2(E), **blocks._asdict(),
+            BLOCK_E=next_power_of_2(E), **blocks._asdict(),
         )  # fmt: skip
     return dx, dweight
 

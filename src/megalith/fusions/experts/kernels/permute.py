@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.experts.permute_formulas import PERMUTE_OPERATOR, UNPERMUTE_OPERATOR
@@ -132,8 +133,8 @@ def _spread(
     x = contiguous_columns(x)
     prob_strides = (0, 0) if probs is None else probs.stride()
     block_h = min(_BLOCK_H, _power(H))
-    if num_programs := T + triton.cdiv(R, _BLOCK_R):
-        wrap_triton(_permute_kernel)[(num_programs, max(1, triton.cdiv(H, block_h)))](
+    if num_programs := T + cdiv(R, _BLOCK_R):
+        wrap_triton(_permute_kernel)[(num_programs, max(1, cdiv(H, block_h)))](
             x, probs, row_of, token_of, out, weights, x.stride(0), *prob_strides, T, R, H, S,
             BLOCK_S=_power(S), BLOCK_H=block_h, BLOCK_R=_BLOCK_R,
         )  # fmt: skip
@@ -161,7 +162,7 @@ def _gather(
     dweight_stride = 0 if dweights is None else dweights.stride(0)
     block_h = min(_BLOCK_H, _power(H))
     if T:
-        wrap_triton(_unpermute_kernel)[(T, max(1, triton.cdiv(H, block_h)))](
+        wrap_triton(_unpermute_kernel)[(T, max(1, cdiv(H, block_h)))](
             x, probs, row_of, out, dweights, dprobs, x.stride(0), *prob_strides, dweight_stride, H, S,
             BLOCK_S=_power(S), BLOCK_H=block_h,
         )  # fmt: skip
@@ -176,10 +177,10 @@ def _unpermute_back(
         return dpermuted, dprobs
     (T, S), (R, H) = row_of.shape, dpermuted.shape
     block_h = min(_BLOCK_DOT, _power(H))
-    num_tiles = max(1, triton.cdiv(H, block_h))
+    num_tiles = max(1, cdiv(H, block_h))
     parts = dprobs[:, :, None] if num_tiles == 1 else dy.new_empty(T, S, num_tiles, dtype=torch.float32)
     dy, permuted = contiguous_columns(dy), contiguous_columns(permuted)
-    if num_programs := T + triton.cdiv(R, _BLOCK_R):
+    if num_programs := T + cdiv(R, _BLOCK_R):
         wrap_triton(_unpermute_back_kernel)[(num_programs, num_tiles)](
             dy, permuted, probs, row_of, token_of, dpermuted, parts, dy.stride(0), permuted.stride(0), *probs.stride(),
             R, H, S=S, BLOCK_H=block_h, BLOCK_R=_BLOCK_R,
@@ -189,7 +190,7 @@ def _unpermute_back(
 
 
 def _power(size: int) -> int:
-    return int(triton.next_power_of_2(max(1, size)))
+    return int(next_power_of_2(max(1, size)))
 
 
 permute_op = PERMUTE_OPERATOR.register("permute", _permute, _permute_back)

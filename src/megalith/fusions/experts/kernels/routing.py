@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.registration import wrap_triton
 
 __all__ = ["Tiling", "before_and_total", "count", "num_routed"]
@@ -33,11 +34,11 @@ class Tiling(NamedTuple):
     @classmethod
     def of(cls, num_tokens: int, num_experts: int) -> "Tiling":
         """The tiles of a routing of ``num_tokens`` tokens, at least one, to ``num_experts`` experts."""
-        block_e = triton.next_power_of_2(num_experts)
+        block_e = next_power_of_2(num_experts)
         block_t = max(1, _BLOCK // block_e)
-        least = max(_MIN_TOKENS, triton.cdiv(num_tokens, _MAX_TILES))
-        tokens = triton.cdiv(least, block_t) * block_t
-        return cls(triton.cdiv(num_tokens, tokens), tokens, block_t, block_e)
+        least = max(_MIN_TOKENS, cdiv(num_tokens, _MAX_TILES))
+        tokens = cdiv(least, block_t) * block_t
+        return cls(cdiv(num_tokens, tokens), tokens, block_t, block_e)
 
 
 @triton.jit

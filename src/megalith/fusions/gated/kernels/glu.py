@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv
 from megalith.fusions.core.kernels.activations import activation, activation_and_slope, tile_of
 from megalith.fusions.core.kernels.float8 import casts_natively, decode_e4m3, encode_e4m3
 from megalith.fusions.core.registration import wrap_triton
@@ -180,7 +181,7 @@ def _forward(
     if y.numel():
         gate, linear = _halves(x, up)
         block, num_warps = tile_of(F)
-        wrap_triton(_forward_kernel)[(T, triton.cdiv(F, block))](
+        wrap_triton(_forward_kernel)[(T, cdiv(F, block))](
             gate, linear, _contiguous(bias), _contiguous(weights), y, gate.stride(0), linear.stride(0), F,
             KIND=gating.activation, OFFSET=gating.offset, CLAMP=_bound(gating.clamp), INTERLEAVED=gating.interleaved,
             BLOCK_F=block, num_warps=num_warps,
@@ -238,9 +239,9 @@ def _launch_backward(
     if dy.numel() == 0:
         return dx, dup, dbias.zero_(), dw.zero_()
     block, num_warps = tile_of(F)
-    num_tiles = triton.cdiv(F, block)
+    num_tiles = cdiv(F, block)
     num_rows = 1 if bias is None else rows_per_sum(T, num_tiles)  # without a sum over rows, more programs are better
-    groups = triton.cdiv(T, num_rows)
+    groups = cdiv(T, num_rows)
     sums = None if bias is None else dy.new_empty(groups, 2 * F, dtype=torch.float32)
     parts = None if weights is None else dy.new_empty(T, num_tiles, dtype=torch.float32)
     dy = contiguous_columns(dy)

@@ -8,10 +8,10 @@ Rows are [T, H], or [M, N, H] if two strides are needed to address them.
 from typing import Unpack
 
 import torch
-import triton
 from torch import Tensor
 
 from megalith.fusions.core.devices import has_large_memory
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.norm.formulas import (
@@ -63,7 +63,7 @@ def _forward(
         wrap_triton(wide_forward_kernel)[(T,)](*tensors, N, H, **settings, BLOCK=_WIDE_BLOCK, num_warps=8)
     else:
         tile = _tile(H, mask.key)
-        wrap_triton(forward_kernel)[(triton.cdiv(T, tile["ROWS"]),)](*tensors, T, N, H, **settings, **tile)
+        wrap_triton(forward_kernel)[(cdiv(T, tile["ROWS"]),)](*tensors, T, N, H, **settings, **tile)
     return y, h, mean, rstd
 
 
@@ -90,11 +90,11 @@ def _backward(
             *rows, along, across, *strides, h.shape[1], H, ZERO_CENTERED=zero_centered, BLOCK=_WIDE_BLOCK, num_warps=8
         )
     tile = _tile(H if whole else _ELEMENTS, mask.key)
-    num_tiles = triton.cdiv(H, tile["BLOCK"])
+    num_tiles = cdiv(H, tile["BLOCK"])
     is_large = tile["ROWS"] * tile["BLOCK"] <= _LARGE_TILE and has_large_memory(h)
     num_programs, stages = (_LARGE_PROGRAMS, _LARGE_STAGES) if is_large else (PROGRAMS, _STAGES)
     num_rows = rows_per_program(T, tile["ROWS"], num_tiles, num_programs)
-    groups = triton.cdiv(T, num_rows)
+    groups = cdiv(T, num_rows)
     sums = [h.new_empty(groups, H, dtype=torch.float32) if needed else None for needed in kept.needs[2:]]
     wrap_triton(backward_kernel)[(groups, num_tiles)](
         *rows, dh, mask.key, _dense(mask.tokens), along, across, _given(dx), _given(dresidual), *sums,
@@ -112,7 +112,7 @@ def _backward(
 
 def _tile(H: int, key: Tensor | None) -> dict[str, int]:
     """Rows per step, columns per row, and warps; one row with dropout, whose mask is generated row by row."""
-    block = max(4, int(triton.next_power_of_2(H)))  # an int also where torch.compile traces symbolic sizes
+    block = max(4, int(next_power_of_2(H)))  # an int also where torch.compile traces symbolic sizes
     rows = 1 if key is not None else max(1, _ELEMENTS // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(_MOST_WARPS, max(1, rows * block // (32 * _OF_THREAD)))}
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.kernels.float8 import INFINITY, MAGNITUDE, NAN, casts_natively, decode_e4m3, encode
 from megalith.fusions.core.registration import register_without_gradient, wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
@@ -208,13 +209,13 @@ def _forward(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outpu
     x, layout = contiguous_columns(x), LAYOUTS[kind]
     N, R, H = x.shape
     twice = kind == "row" and (transpose or H > _WIDEST_ROW)
-    columns = None if twice or layout.tiled else triton.next_power_of_2(H) if kind == "row" else layout.columns
+    columns = None if twice or layout.tiled else next_power_of_2(H) if kind == "row" else layout.columns
     block_r, block_h = _tile_of(H, columns, kind, transpose)
     amax, amax_t = _amax(x[0], layout.of_all, transpose, block_r, block_h) if layout.of_all or twice else (None, None)
-    wrap_triton(_quantize_kernel)[(triton.cdiv(R, block_r), triton.cdiv(H, block_h), N)](
+    wrap_triton(_quantize_kernel)[(cdiv(R, block_r), cdiv(H, block_h), N)](
         x, amax, amax_t, values, scale, tensor_scale if kind == "nvfp4" else None,
         values_t if transpose else None, scale_t if transpose and not layout.symmetric else None,
-        x.stride(0), x.stride(1), R, H, triton.cdiv(H, layout.columns or H), triton.cdiv(R, layout.columns or R),
+        x.stride(0), x.stride(1), R, H, cdiv(H, layout.columns or H), cdiv(R, layout.columns or R),
         KIND=kind, FORMAT=FORMATS[dtype].name, COLUMNS=columns,
         LARGEST=_LARGEST[x.dtype], BLOCK_R=block_r, BLOCK_H=block_h, WIDE=_is_wide(x), NATIVE=casts_natively(x),
         num_warps=_num_warps(block_r * block_h),
@@ -225,7 +226,7 @@ def _forward(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outpu
 def _amax(x: Tensor, of_all: bool, transpose: bool, block_r: int, block_h: int) -> tuple[Tensor | None, Tensor | None]:
     """Largest magnitudes, as float32 bits: of all of ``x`` [R, H], returned twice; or of its rows and its columns."""
     R, H = x.shape
-    grid = triton.cdiv(R, block_r), triton.cdiv(H, block_h)
+    grid = cdiv(R, block_r), cdiv(H, block_h)
     whole = x.new_empty(grid, dtype=torch.int32) if of_all else None
     rows = None if of_all else x.new_empty(grid[1], R, dtype=torch.int32)
     columns = x.new_empty(grid[0], H, dtype=torch.int32) if transpose and not of_all else None
@@ -246,7 +247,7 @@ def _tile_of(H: int, columns: int | None, kind: str, transpose: bool) -> tuple[i
         return 128, 128
     if transpose:
         return 64, 64
-    block_h = max(columns or 1, min(triton.next_power_of_2(H), 1024))
+    block_h = max(columns or 1, min(next_power_of_2(H), 1024))
     return max(1, _TILE // block_h), block_h
 
 

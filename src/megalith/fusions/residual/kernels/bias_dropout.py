@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.core.dropout_mask import Mask
+from megalith.fusions.core.grids import cdiv
 from megalith.fusions.core.kernels.philox import dropout_factor
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns, rows_per_sum
@@ -107,7 +108,7 @@ def _backward(dy: Tensor, *options: Unpack[Kept]) -> tuple[Tensor, Tensor]:
     mask, needs = kept.mask, kept.needs
     num_tiles = _num_tiles(H, mask)
     num_rows = rows_per_sum(T, num_tiles) if needs[1] else 1
-    groups = triton.cdiv(T, num_rows)
+    groups = cdiv(T, num_rows)
     sums = dy.new_empty(groups, H, dtype=torch.float32) if needs[1] else None
     dy = contiguous_columns(dy)
     wrap_triton(_backward_kernel)[(groups, num_tiles)](
@@ -118,7 +119,7 @@ def _backward(dy: Tensor, *options: Unpack[Kept]) -> tuple[Tensor, Tensor]:
 
 
 def _num_tiles(H: int, mask: Mask) -> int:
-    num_tiles: int = triton.cdiv(H + mask.feature_offset % 4, _BLOCK_H)
+    num_tiles: int = cdiv(H + mask.feature_offset % 4, _BLOCK_H)
     return num_tiles
 
 

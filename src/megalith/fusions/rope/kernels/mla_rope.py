@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.rope.kernels.rope import load_parts, load_tables, rotate, store_parts, table_arguments
@@ -95,7 +96,7 @@ def _forward(
     if S * B:
         sizes = _sizes(A, k_dim, V, cos.shape[-1], layout)
         kv, k_pe = contiguous_columns(kv), contiguous_columns(k_pe)
-        wrap_triton(_forward_kernel)[(triton.cdiv(S * B, sizes["BLOCK_T"]),)](
+        wrap_triton(_forward_kernel)[(cdiv(S * B, sizes["BLOCK_T"]),)](
             kv, k_pe, k, v, *table_arguments(Tables(cos, sin, positions)), *kv.stride()[:3], *k_pe.stride()[:2],
             S * B, B, **sizes,
         )  # fmt: skip
@@ -110,7 +111,7 @@ def _backward(
     if S * B:
         sizes = _sizes(A, dkv.shape[-1] - V, V, cos.shape[-1], layout)
         dk, dv = contiguous_columns(dk), contiguous_columns(dv)
-        wrap_triton(_backward_kernel)[(triton.cdiv(S * B, sizes["BLOCK_T"]),)](
+        wrap_triton(_backward_kernel)[(cdiv(S * B, sizes["BLOCK_T"]),)](
             dk, dv, dkv, dk_pe, *table_arguments(Tables(cos, sin, positions)), *dk.stride()[:3], *dv.stride()[:3],
             S * B, B, **sizes,
         )  # fmt: skip
@@ -118,9 +119,9 @@ def _backward(
 
 
 def _sizes(A: int, K: int, V: int, HALF: int, layout: str) -> dict[str, int | bool]:
-    BLOCK_K, BLOCK_V, BLOCK_HALF = (triton.next_power_of_2(columns) for columns in (K, V, HALF))
+    BLOCK_K, BLOCK_V, BLOCK_HALF = (next_power_of_2(columns) for columns in (K, V, HALF))
     widest = max(BLOCK_K, BLOCK_V, 2 * BLOCK_HALF)
-    BLOCK_A = max(1, min(triton.next_power_of_2(A), _TILE // widest))
+    BLOCK_A = max(1, min(next_power_of_2(A), _TILE // widest))
     return {
         "A": A,
         "K": K,

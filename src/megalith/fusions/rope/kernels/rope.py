@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns, rows_per_sum
 from megalith.fusions.rope.formulas import OPERATOR, GivenToBackward, Heads, Outputs
@@ -301,7 +302,7 @@ def _rotate(
     q, k = contiguous_columns(q), None if k is None else contiguous_columns(k)
     weights = (None if w is None else w.contiguous() for w in (q_norm_weight, k_norm_weight))
     y, y_k, q_rstd, k_rstd = results
-    wrap_triton(_rotate_kernel)[(triton.cdiv(S * B, BLOCK_T),)](
+    wrap_triton(_rotate_kernel)[(cdiv(S * B, BLOCK_T),)](
         q, k, y, None if k is None else y_k, *weights, q_rstd, k_rstd, *table_arguments(table),
         *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]), S * B, B,
         A=A, G=G, INVERSE=how.inverse, EPS=how.eps, BLOCK_T=BLOCK_T, BLOCK_A=min(BLOCK_A, _tile(A, sizes)[1]),
@@ -319,8 +320,8 @@ def _norm_back(heads: Heads, table: Tables, back: Rotation, dx: Tensor, dweight:
         return
     sizes = _sizes(D, table, back)
     BLOCK_T, BLOCK_A = _tile(A, sizes)
-    num_steps = triton.cdiv(rows_per_sum(S * B, 1), BLOCK_T)
-    groups = triton.cdiv(S * B, num_steps * BLOCK_T)
+    num_steps = cdiv(rows_per_sum(S * B, 1), BLOCK_T)
+    groups = cdiv(S * B, num_steps * BLOCK_T)
     sums = x.new_empty(groups, D, dtype=torch.float32)
     dy, x = contiguous_columns(dy), contiguous_columns(x)
     wrap_triton(_norm_back_kernel)[(groups,)](
@@ -362,9 +363,9 @@ def _sizes(D: int, table: Tables, how: Rotation) -> dict[str, Any]:
 def _tile(num_heads: int, sizes: dict[str, Any]) -> tuple[int, int]:
     """Tokens and heads per tile: as many heads as fit, and more tokens if there are few heads."""
     D, HALF = sizes["D"], sizes["HALF"]
-    rest = triton.next_power_of_2(D - 2 * HALF) if D > 2 * HALF else 0
-    width = triton.next_power_of_2(2 * triton.next_power_of_2(HALF) + rest)
-    BLOCK_A = max(1, min(triton.next_power_of_2(num_heads), _TILE // width))
+    rest = next_power_of_2(D - 2 * HALF) if D > 2 * HALF else 0
+    width = next_power_of_2(2 * next_power_of_2(HALF) + rest)
+    BLOCK_A = max(1, min(next_power_of_2(num_heads), _TILE // width))
     return max(1, _TILE // (BLOCK_A * width)), BLOCK_A
 
 

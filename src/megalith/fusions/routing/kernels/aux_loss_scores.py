@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.routing.aux_loss_scores_formulas import OPERATOR
@@ -64,7 +65,7 @@ def _scores(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
     T, E = logits.shape
     if T:
         logits, tiling = contiguous_columns(logits), tile(E)
-        wrap_triton(_scores_kernel)[(triton.cdiv(T, tiling["BLOCK_T"]),)](
+        wrap_triton(_scores_kernel)[(cdiv(T, tiling["BLOCK_T"]),)](
             logits, scores, routing_map, logits.stride(0), T, E, K=topk, KIND=score, **tiling
         )
     return scores, routing_map
@@ -75,7 +76,7 @@ def _scores_back(dscores: Tensor, logits: Tensor, score: str) -> tuple[Tensor]:
     T, E = logits.shape
     if T:
         logits, tiling = contiguous_columns(logits), tile(E)
-        wrap_triton(_scores_back_kernel)[(triton.cdiv(T, tiling["BLOCK_T"]),)](
+        wrap_triton(_scores_back_kernel)[(cdiv(T, tiling["BLOCK_T"]),)](
             dscores, logits, dlogits, *dscores.stride(), logits.stride(0), T, E, KIND=score, **tiling
         )
     return (dlogits,)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.routing.indices_converter_formulas import TO_INDICES_OPERATOR, TO_MULTIHOT_OPERATOR
 
@@ -92,7 +93,7 @@ def _spread(indices: Tensor, weights: Tensor, probs: Tensor, multihot: Tensor | 
     (T, E), K = probs.shape, indices.shape[1]
     block_t, block_e, num_warps = _tile(E)
     if T:
-        wrap_triton(_to_multihot_kernel)[(triton.cdiv(T, block_t), triton.cdiv(E, block_e))](
+        wrap_triton(_to_multihot_kernel)[(cdiv(T, block_t), cdiv(E, block_e))](
             indices, weights, probs, multihot, *indices.stride(), *weights.stride(), T, E, K,
             BLOCK_T=block_t, BLOCK_E=block_e, num_warps=num_warps,
         )  # fmt: skip
@@ -101,7 +102,7 @@ def _spread(indices: Tensor, weights: Tensor, probs: Tensor, multihot: Tensor | 
 def _to_multihot_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
     (dprobs_indices,) = TO_MULTIHOT_OPERATOR.gradients(dprobs, indices)
     if size := indices.numel():
-        wrap_triton(_at_indices_kernel)[(triton.cdiv(size, 1024),)](
+        wrap_triton(_at_indices_kernel)[(cdiv(size, 1024),)](
             dprobs, indices, dprobs_indices, *dprobs.stride(), *indices.stride(), size,
             dprobs.shape[1], indices.shape[1], BLOCK=1024,
         )  # fmt: skip
@@ -113,9 +114,9 @@ def _to_indices(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Ten
     T, E = multihot.shape
     block_t, block_e, num_warps = _tile(E)
     if T:
-        wrap_triton(_to_indices_kernel)[(triton.cdiv(T, block_t),)](
+        wrap_triton(_to_indices_kernel)[(cdiv(T, block_t),)](
             multihot, probs, indices, probs_indices, *multihot.stride(), *probs.stride(), T, E,
-            K=topk, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=triton.next_power_of_2(topk),
+            K=topk, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=next_power_of_2(topk),
             num_warps=num_warps,
         )  # fmt: skip
     return probs_indices, indices
@@ -123,7 +124,7 @@ def _to_indices(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Ten
 
 def _tile(num_experts: int) -> tuple[int, int, int]:
     """Tokens and columns per tile, and its number of warps."""
-    block_e = min(_MAX_BLOCK_E, triton.next_power_of_2(num_experts))
+    block_e = min(_MAX_BLOCK_E, next_power_of_2(num_experts))
     return max(1, _BLOCK // block_e), block_e, max(4, block_e // 256)
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv, next_power_of_2
 from megalith.fusions.core.kernels.activations import log1p, sigmoid
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
@@ -27,7 +28,7 @@ _GREATEST = tl.constexpr(2**31 - 1)
 
 def tile(num_experts: int) -> dict[str, int]:
     """Tokens and columns per tile, and its number of warps."""
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     return {"BLOCK_T": max(1, _BLOCK // block_e), "BLOCK_E": block_e, "num_warps": min(32, max(4, block_e // 256))}
 
 
@@ -195,7 +196,7 @@ def _route(logits: Tensor, expert_bias: Tensor | None, *options: Unpack[Choice])
     T, E = logits.shape
     if T:
         logits, tiling = contiguous_columns(logits), tile(E)
-        wrap_triton(_route_kernel)[(triton.cdiv(T, tiling["BLOCK_T"]),)](
+        wrap_triton(_route_kernel)[(cdiv(T, tiling["BLOCK_T"]),)](
             logits, None if expert_bias is None else expert_bias.contiguous(), probs, indices, num_tokens,
             logits.stride(0), T, K=topk, KIND=score, SCALE=scale,
             GROUPS=num_groups, GROUP_TOPK=group_topk, SIZE=E // num_groups, BEST=group_score_topk, **tiling,
@@ -208,9 +209,9 @@ def _route_back(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, sca
     (T, E), topk = logits.shape, indices.shape[1]
     if T:
         logits, tiling = contiguous_columns(logits), tile(E)
-        wrap_triton(_route_back_kernel)[(triton.cdiv(T, tiling["BLOCK_T"]),)](
+        wrap_triton(_route_back_kernel)[(cdiv(T, tiling["BLOCK_T"]),)](
             dprobs, logits, indices, dlogits, *dprobs.stride(), logits.stride(0), T, E,
-            K=topk, KIND=score, SCALE=scale, BLOCK_K=triton.next_power_of_2(topk), **tiling,
+            K=topk, KIND=score, SCALE=scale, BLOCK_K=next_power_of_2(topk), **tiling,
         )  # fmt: skip
     return (dlogits,)
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.grids import cdiv
 from megalith.fusions.core.kernels.activations import exp
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
@@ -204,7 +205,7 @@ def _forward(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Unpa
         strides = mask.expand(T // (A * Sq), A, Sq, Sk).stride()
     rows, columns = tile(Sk)
     kernel = wrap_triton(_forward_kernel) if columns >= Sk else wrap_triton(_wide_forward_kernel)
-    kernel[(triton.cdiv(T, rows),)](
+    kernel[(cdiv(T, rows),)](
         x, mask, None if sink is None else sink.contiguous(), p, share if sink is not None else None,
         T, x.stride(0), *strides[:3], A, Sq, Sk,
         MASK_K=strides[3], SCALE=settings.scale, LEFT=settings.left, RIGHT=settings.right, ROWS=rows, BLOCK_K=columns,
@@ -222,7 +223,7 @@ def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Unpack[BackSetting
         dp = contiguous_columns(dp)
         rows, columns = tile(Sk)
         kernel = wrap_triton(_backward_kernel) if columns >= Sk else wrap_triton(_wide_backward_kernel)
-        kernel[(triton.cdiv(T, rows),)](
+        kernel[(cdiv(T, rows),)](
             dp, p, dx, r, T, dp.stride(0), settings.num_queries, Sk, SCALE=settings.scale, LEFT=settings.left,
             RIGHT=settings.right, ROWS=rows, BLOCK_K=columns, num_warps=_num_warps(rows * columns),
         )  # fmt: skip
