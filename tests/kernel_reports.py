@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
-import torch
 import triton
 from torch import Tensor
 from triton._utils import type_canonicalisation_dict

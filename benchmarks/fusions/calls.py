@@ -1,11 +1,13 @@
 """Overhead of a call, on tensors so small that it consists of Python and torch's dispatch.
 
 Launching nothing: an operator whose implementation only allocates, called as Megalith registers it, through torch's
-dispatcher, and as a plain ``torch.autograd.Function`` that allocates the same. By path: a public function compared with
+dispatcher, and as a plain ``torch.autograd.Function`` that allocates the same. Launching on no device: the operator
+with its kernels, on a CPU, compared with the Function that only allocates. By path: a public function compared with
 a plain Function around the same implementations, or on the default path with the formula alone. Training and decoding:
 an operation compared with its torch equivalent, with gradients, and for one token without gradients.
 """
 
+import importlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from torch.nn import functional
 
 from benchmarks.fusions.clock import Clock
 from benchmarks.fusions.launches import launches
+from benchmarks.fusions.no_device import can_launch_nowhere, launching_nowhere
 from benchmarks.rounds import Spread
 from megalith import fusions
 from megalith.fusions.attention import formulas as attention
@@ -36,9 +39,10 @@ _EPS = 1e-5
 
 @dataclass(frozen=True)
 class _Operation:
-    """An operator and its operands; a public function and its torch equivalent, both called with ``tensors``."""
+    """An operator, its kernels and operands; a public function and its torch equivalent, called with ``tensors``."""
 
     operator: Operator[Any, Any]
+    kernels: str  # module, within megalith.fusions, and name of the operator that launches them
     operands: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
     ours: Callable[..., Any]
@@ -53,6 +57,10 @@ def measure_calls(device: str, rounds: int) -> dict[str, Seconds]:
     clock, found = Clock("cpu"), {}  # the host's: for tensors this small, no launch waits for the device
     for name, operation in _operations(device).items():
         found[f"{name}, launching nothing"] = _interleaved(clock, rounds, _launching_nothing(name, operation))
+        if device == "cpu" and can_launch_nowhere():
+            with launching_nowhere():
+                calls = _launching_on_no_device(operation)
+                found[f"{name}, launching on no device"] = _interleaved(clock, rounds, calls)
         computing = {"Megalith": operation.ours, _TORCH: operation.torchs}
         for title, make in (("training", _training), ("decoding", _decoding)):
             calls = {contender: make(compute, operation.tensors) for contender, compute in computing.items()}
@@ -126,6 +134,14 @@ def _launching_nothing(name: str, operation: _Operation) -> dict[str, Callable[[
     return {contender: _training(compute, operation.operands) for contender, compute in contenders.items()}
 
 
+def _launching_on_no_device(operation: _Operation) -> dict[str, Callable[[], object]]:
+    """Forward and backward of the operator, and of a plain Function that launches nothing."""
+    module, name = operation.kernels.split(":")
+    kernels = getattr(importlib.import_module(f"megalith.fusions.{module}"), name)
+    contenders = {"Megalith": kernels, _PLAIN: _plain(operation.operator)}
+    return {contender: _training(compute, operation.operands) for contender, compute in contenders.items()}
+
+
 def _plain(operator: Operator[Any, Any]) -> Callable[..., Any]:
     """A hand-written Function: it saves its input tensors and allocates a gradient for each."""
 
@@ -159,6 +175,7 @@ def _operations(device: str) -> dict[str, _Operation]:
     return {
         "rms norm": _Operation(
             norm.OPERATOR,
+            "norm.kernels.add_norm:op",
             (x, None, weight, *norming),
             (x, weight),
             lambda x, weight: fusions.fused_rms_norm(x, weight, _EPS),
@@ -166,6 +183,7 @@ def _operations(device: str) -> dict[str, _Operation]:
         ),
         "add and rms norm": _Operation(
             norm.OPERATOR,
+            "norm.kernels.add_norm:op",
             (leaf(1, _H), leaf(1, _H), weight, *norming),
             (x, residual, weight),
             lambda x, r, weight: fusions.fused_add_norm(x, r, weight, normalization="RMSNorm", eps=_EPS),
@@ -173,6 +191,7 @@ def _operations(device: str) -> dict[str, _Operation]:
         ),
         "swiglu": _Operation(
             glu.OPERATOR,
+            "gated.kernels.glu:op",
             (leaf(1, 2 * _H), None, None, None, *glu.Gating.of("silu")),
             (gate_and_up,),
             lambda x: fusions.glu(x, activation="silu"),
@@ -180,6 +199,7 @@ def _operations(device: str) -> dict[str, _Operation]:
         ),
         "rope": _Operation(
             rope.OPERATOR,
+            "rope.kernels.rope:op",
             (q, k, cos, sin, None, None, None, "neox", False, 0, [], _EPS, False),
             (q, k),
             lambda q, k: fusions.fused_rope(q, k, cos, sin),
@@ -187,6 +207,7 @@ def _operations(device: str) -> dict[str, _Operation]:
         ),
         "attention": _Operation(
             attention.operator(batch_first=True),
+            "attention.kernels.attention:op",
             (q, k, v, None, None, _D**-0.5, None, 1 << 30, 0),
             (q, k, v),
             lambda *qkv: fusions.fused_attention(*qkv)[0],

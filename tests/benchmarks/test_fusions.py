@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from benchmarks.fusions import calls, cost, operation, registry, report
 from benchmarks.fusions.clock import Clock, memory_of
 from benchmarks.fusions.contest import Contest, Figures, contest
 from benchmarks.fusions.launches import launches
 from megalith.fusions.core.registry import FUSIONS
+from tests.kernel_reports import without_interpreter
 
 
 def inputs(num_bytes: int, dtype: torch.dtype, device: str) -> operation.Inputs:
@@ -127,6 +129,21 @@ def test_what_a_call_costs_is_told_for_a_norm_a_sum_a_gate_rope_and_attention():
     assert calls.as_markdown({"a, training": {"Megalith": [3e-6, 4e-6], "torch": [2e-6, 2e-6]}}).splitlines()[-1] == (
         "| a, training | torch | 2 | 1.75 [1.62..1.88] |  |"
     )
+
+
+def launched_on_no_device() -> tuple[list[str], bool]:
+    """What is timed of one operation without the interpreter, and whether Triton's driver is as before."""
+    with pytest.MonkeyPatch.context() as patch:
+        swiglu = calls._operations("cpu")["swiglu"]
+        patch.setattr(calls, "_operations", lambda device: {"swiglu": swiglu})
+        patch.setattr(calls, "launches", lambda device: {})
+        before = driver._active
+        return list(calls.measure_calls("cpu", rounds=1)), driver._active is before
+
+
+def test_where_kernels_are_compiled_launches_are_timed_without_a_gpu():
+    titles = ("launching nothing", "launching on no device", "training", "decoding")
+    assert without_interpreter(launched_on_no_device) == ([f"swiglu, {title}" for title in titles], True)
 
 
 def test_a_public_function_and_its_bases_compute_the_same():
