@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.config.fp8_mistakes import FP8_MISTAKES
 from tests.config.kind_mistakes import KIND_MISTAKES
 from tests.config.mistake import Mistake
 from tests.config.moe_mistakes import MOE_MISTAKES
@@ -27,6 +28,7 @@ MISTAKES = [
     *OPTION_MISTAKES,
     *MOE_MISTAKES,
     *KIND_MISTAKES,
+    *FP8_MISTAKES,
     # names
     Mistake({"train.lr": 0.1}, r"there is no setting train.lr; did you mean optim.lr\? remove train.lr"),
     Mistake({"model.num_layer": 4}, r"there is no setting model.num_layer; did you mean model.num_layers\?"),
@@ -345,7 +347,7 @@ MISTAKES = [
     ),
     Mistake(
         {"experimental": ["fp5"]},
-        r"'fp5' is not a feature; available: compile, deep_ep, symmetric_memory; use experimental=null",
+        r"'fp5' is not a feature; available: compile, fp8, deep_ep, symmetric_memory; use experimental=null",
     ),
     Mistake({"experimental": ["compil"], "train.compile": True}, r"is experimental", None, 1),
 ]

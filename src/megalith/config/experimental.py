@@ -11,6 +11,7 @@ __all__ = ["FEATURES", "USED_BY", "refusal", "require"]
 FEATURES: Mapping[str, str] = MappingProxyType(
     {
         "compile": "torch.compile of the transformer layers",
+        "fp8": "products in 8 bits, not yet run on a GPU",
         "deep_ep": "DeepEP's fused dispatch and combine, not yet tested on several GPUs",
         "symmetric_memory": "dispatch and combine through torch's symmetric memory, not yet tested on several GPUs",
     }
@@ -31,6 +32,7 @@ class Use(NamedTuple):
 USED_BY: Mapping[str, Use] = MappingProxyType(
     {
         "compile": Use("train.compile", True),
+        "fp8": Use("precision.fp8", "blockwise"),
         "deep_ep": Use("parallel.dispatch.method", "flex"),
         "symmetric_memory": Use("parallel.dispatch.method", "symmetric"),
     }

@@ -17,7 +17,7 @@ __all__ = [
 
 _PIPELINE, _VIRTUAL, _SCHEDULE = "parallel.pipeline", "parallel.virtual", "parallel.schedule"
 _LISTED, _LAYERS, _DECODER = "parallel.stage_layers", "model.num_layers", "model.t5.num_decoder_layers"
-_COMPILE, _FUSED_LOSS = "train.compile", "train.fused_linear_cross_entropy"
+_COMPILE, _FUSED_LOSS, _FP8 = "train.compile", "train.fused_linear_cross_entropy", "precision.fp8"
 _BATCH, _MICRO, _BATCHES = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
 
 # schedules by the stages on each rank
@@ -49,15 +49,17 @@ def schedule_fits_the_stages(run: Draft) -> Iterator[Violation]:
 
 
 def split_backwards_split_every_product(run: Draft) -> Iterator[Violation]:
-    """schedule=zero_bubble and schedule=zb_v need compile=false and fused_linear_cross_entropy=false."""
+    """zero_bubble and zb_v need compile=false, fused_linear_cross_entropy=false and fp8=null."""
     schedule = run[_SCHEDULE]
     if run[_PIPELINE] == 1 or schedule not in _SPLITTING:
         return
-    for setting, what in ((_COMPILE, "a compiled layer"), (_FUSED_LOSS, "the fused loss")):
-        if run[setting]:
+    together = ((_COMPILE, "a compiled layer"), (_FUSED_LOSS, "the fused loss"), (_FP8, "a product in 8 bits"))
+    for setting, what in together:
+        if value := run.get(setting):
+            given = f"{setting}={'true' if value is True else value}"
             message = (
-                f"{setting}=true cannot be combined with {_SCHEDULE}={schedule}: {what} computes the gradients of "
-                "its weights together with those of its inputs"
+                f"{given} cannot be combined with {_SCHEDULE}={schedule}: {what} computes the gradients of its weights "
+                "together with those of its inputs"
             )
             fixes = ({_SCHEDULE: None}, {_VIRTUAL: None, _SCHEDULE: None})
             yield Violation("split_backwards_split_every_product", _SCHEDULE, message, fixes)

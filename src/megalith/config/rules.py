@@ -4,6 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from megalith.config.draft import Draft, Unknown, Violation
+from megalith.config.fp8_rules import (
+    fp8_leaves_layers,
+    fp8_sequences_are_whole_blocks,
+    fp8_sizes_are_aligned,
+    fp8_splits_no_block,
+)
 from megalith.config.kind_rules import (
     bert_positions_are_learned,
     classes_are_counted,
@@ -171,6 +177,10 @@ RUN_RULES: tuple[Rule, ...] = (
     recomputed_operations_are_named_once,
     compiler_chooses_what_outputs_are_kept,
     loss_scale_starts_above_its_minimum,
+    fp8_sizes_are_aligned,
+    fp8_splits_no_block,
+    fp8_sequences_are_whole_blocks,
+    fp8_leaves_layers,
     experimental_features_are_switched_on,
     switched_on_features_are_used,
     no_setting_is_without_effect,

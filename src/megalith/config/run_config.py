@@ -233,12 +233,24 @@ class LossScaleConfig(SettingsGroup):
 
 
 class PrecisionConfig(SettingsGroup):
-    """The dtype of the computation and its loss scale."""
+    """The dtype of the computation, products in 8 bits, and loss scaling."""
 
     dotted_name: ClassVar[str] = "precision"
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
         default="float32", description="dtype of the computation"
+    )
+    fp8: Literal["blockwise"] | None = Field(
+        default=None,
+        description="linear layers of the transformer layers multiply in 8 bits, with a scale per 128 numbers; "
+        "experts, their router and the output projection do not (experimental: fp8)",
+    )
+    fp8_wgrad: bool = Field(default=True, description="also compute the gradients of their weights in 8 bits")
+    num_layers_at_start_in_bf16: int = Field(
+        default=0, ge=0, le=LARGEST_SIZE, description="[layers] first ones of each stack that multiply in dtype"
+    )
+    num_layers_at_end_in_bf16: int = Field(
+        default=0, ge=0, le=LARGEST_SIZE, description="[layers] last ones of each stack that multiply in dtype"
     )
     loss_scale: LossScaleConfig | None = Field(default=None, description="dynamic loss scaling for float16")
 

@@ -195,7 +195,7 @@ def experimental_features_are_switched_on(run: Draft) -> Iterator[Violation]:
     """A run that uses an experimental feature names it in `experimental`."""
     switched_on = list(run["experimental"])
     for feature, (setting, value) in USED_BY.items():
-        if run[setting] == value and feature not in switched_on:
+        if run.get(setting) == value and feature not in switched_on:
             fixes = ({"experimental": [*switched_on, feature]}, {setting: None})
             yield Violation("experimental_features_are_switched_on", setting, refusal(feature), fixes)
 
@@ -208,7 +208,7 @@ def switched_on_features_are_used(run: Draft) -> Iterator[Violation]:
         fixes = [{"experimental": [*others, near]} for near in get_close_matches(feature, FEATURES)]
         if feature not in FEATURES:
             message = f"experimental: {feature!r} is not a feature; available: {', '.join(FEATURES)}"
-        elif run[USED_BY[feature].setting] != USED_BY[feature].value:
+        elif run.get(USED_BY[feature].setting) != USED_BY[feature].value:
             message, fixes = f"experimental: {feature!r} has no effect without {USED_BY[feature]}", []
         else:
             continue

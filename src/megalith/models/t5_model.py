@@ -61,7 +61,7 @@ class T5Stack(nn.Module):
         )
         self.context_size = options.pg_collection.size("cp")
         self.embedding_dropout = DropoutSite(config.embedding_dropout)
-        self.layers = LayerStack(config, options, layers, lambda index: spec)
+        self.layers = LayerStack(config, options, layers, lambda index: spec, num_layers)
         self.position_bias: RelativePositionBias | None = None
         if layers:
             assert config.relative_position is not None, "validated together with model.t5"

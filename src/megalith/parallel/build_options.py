@@ -1,7 +1,7 @@
 """How a model is built, apart from its shape: the options that every model constructor passes down."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from megalith.parallel.expert.symmetric_a2a import SymmetricA2A
 from megalith.parallel.linear import is_plain, linear
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
-__all__ = ["BuildOptions", "MatrixProduct"]
+__all__ = ["BuildOptions", "LayerProduct", "MatrixProduct"]
 
 # (x [..., in], weight [out, in], bias [out] or None) -> [..., out]: what every linear layer computes
 MatrixProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# (index of a layer in its stack, number of layers in it) -> the product of its linear layers
+LayerProduct = Callable[[int, int], MatrixProduct]
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,15 @@ class BuildOptions:
 
     Attributes:
         sequence_parallel: activations between layers are [S/tp, B, H]. Always off if tp is 1.
-        matrix_product: used by every linear layer, including the output projection; for example an 8-bit product. The
-            default equals torch.nn.functional.linear in every bit, and is faster on some CPUs.
+        matrix_product: used by every linear layer, including the output projection. The default equals
+            torch.nn.functional.linear in every bit, and is faster on some CPUs.
         context_method: how the ranks of cp exchange keys and values.
         fused_linear_cross_entropy: fuses the loss with the output projection, so that the logits of all tokens are
             never materialized.
         dispatch: how tokens are sent to the ranks of their experts.
         fused_a2a: the fused exchange over ep, used if ``dispatch.method`` is "flex".
         symmetric_a2a: the exchange through symmetric memory, used if ``dispatch.method`` is "symmetric".
+        layer_product: chooses the matrix product of each transformer layer; None: ``matrix_product`` in all of them.
 
     Raises:
         ConfigError: ``fused_linear_cross_entropy`` together with a ``matrix_product``, which it would not call.
@@ -48,6 +51,7 @@ class BuildOptions:
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     fused_a2a: FusedA2A | None = None
     symmetric_a2a: SymmetricA2A | None = None
+    layer_product: LayerProduct | None = None
 
     def __post_init__(self) -> None:
         if self.fused_linear_cross_entropy and not is_plain(self.matrix_product):
@@ -57,3 +61,9 @@ class BuildOptions:
                 f"would ignore matrix_product={given!r}; use only one of the two"
             )
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.pg_collection.size("tp") > 1)
+
+    def of_layer(self, index: int, num_layers: int) -> "BuildOptions":
+        """The options of the layer ``index`` of a stack: those of the model, with the layer's matrix product."""
+        if self.layer_product is None:
+            return self
+        return replace(self, matrix_product=self.layer_product(index, num_layers), layer_product=None)

@@ -6,11 +6,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from megalith.acceleration.fp8_utils import BlockwiseProduct
 from megalith.acceleration.recompute import DiscardableOutput, discard_outputs_, recompute_modules_
 from megalith.config import RunConfig
 from megalith.config.experimental import require
 from megalith.errors import ConfigError
-from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.build_options import BuildOptions, LayerProduct, MatrixProduct
+from megalith.parallel.linear import linear
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.links import open_links
 from megalith.parallel.pipeline.pipeline import Pipeline
@@ -27,7 +29,15 @@ from megalith.training.tasks.task import AnyTask, Task
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stage import Stage
 
-__all__ = ["DTYPES", "build_pipeline", "param_dtype", "placement_of_run", "recompute_", "stages_of"]
+__all__ = [
+    "DTYPES",
+    "build_pipeline",
+    "layer_product",
+    "param_dtype",
+    "placement_of_run",
+    "recompute_",
+    "stages_of",
+]
 
 # precision.dtype -> compute dtype
 DTYPES = {
@@ -41,6 +51,20 @@ DTYPES = {
 def param_dtype(config: RunConfig) -> torch.dtype:
     """Returns the dtype of parameters, gradients and optimizer state: float32, or the compute dtype if wider."""
     return torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
+
+
+def layer_product(config: RunConfig, plain: MatrixProduct = linear) -> LayerProduct | None:
+    """Returns what chooses the matrix product of a layer: in 8 bits, or ``plain`` in those left out of that.
+
+    None if all layers take the model's. Raises ExperimentalError unless the feature is enabled.
+    """
+    precision = config.precision
+    if precision.fp8 is None:
+        return None
+    require("fp8", config)
+    in_8_bits = BlockwiseProduct(wgrad=precision.fp8_wgrad)
+    first, num_last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    return lambda index, num_layers: in_8_bits if first <= index < num_layers - num_last else plain
 
 
 def build_pipeline(

@@ -1,10 +1,11 @@
-"""Checks that this machine can run the first step: a GPU for each rank, and memory for the state."""
+"""Checks that this machine can run the first step: a GPU for each rank, its products, and memory for the state."""
 
 from collections import Counter
 from dataclasses import astuple, dataclass
 
 import torch
 
+from megalith.acceleration.fp8_utils import why_not_fp8
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
 from megalith.observe.machine import memory_bytes
@@ -64,7 +65,7 @@ def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[
 
 
 def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
-    """Rejects a run that cannot fit: more ranks than GPUs here, or state and buffers larger than the memory.
+    """Rejects a run that cannot start: no products in 8 bits, more ranks than GPUs, or a state larger than the memory.
 
     ``local_ranks`` are those of this machine. A run that passes may still be too large, because activations and the
     libraries' own memory are not counted.
@@ -78,6 +79,8 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     buffers = 0 if sizes is None else sizes.num_bytes  # on every rank, even for stages without experts
     held = [along_pipeline[grid.position("pp", rank)].total + buffers for rank in local_ranks]
     device, num_local_ranks = choose_device(), len(local_ranks)
+    if config.precision.fp8 is not None and (reason := why_not_fp8(device)):
+        raise ConfigError(f"precision.fp8={config.precision.fp8} cannot run here: {reason}; use precision.fp8=null")
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
             raise ConfigError(

@@ -32,7 +32,7 @@ from megalith.topology.rank_groups import ParallelState
 from megalith.torch_compat.distributed import fake_ranks
 from megalith.torch_compat.tensors import DEPENDS_ON_VALUES, bytes_of_tensors, fake_tensors
 from megalith.training.batch import collate_for
-from megalith.training.build_model import DTYPES, placement_of_run, recompute_, stages_of
+from megalith.training.build_model import DTYPES, layer_product, placement_of_run, recompute_, stages_of
 from megalith.training.machine_fit import StateBytes, rank_state_bytes
 from megalith.training.process_group import choose_device
 from megalith.training.run import Run
@@ -140,6 +140,7 @@ def _counted_stages(config: RunConfig, task: AnyTask, world_size: int) -> list[_
         parallel.sequence,
         context_method=ContextMethod(parallel.context_method, parallel.context_inner or 1),
         fused_linear_cross_entropy=config.train.fused_linear_cross_entropy,
+        layer_product=layer_product(config),
     )
     samples, B = task.train_dataset(), config.train.micro_batch_size
     batch = collate_for(task, groups)([samples[row] for row in range(B)], range(B))

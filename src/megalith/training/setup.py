@@ -35,7 +35,7 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
-from megalith.training.build_model import build_pipeline, param_dtype, placement_of_run
+from megalith.training.build_model import build_pipeline, layer_product, param_dtype, placement_of_run
 from megalith.training.continuity import check_ranks_have_one_recipe, data_identity
 from megalith.training.exchange_sizes import symmetric_sizes, travelling_size
 from megalith.training.loop import Callback
@@ -74,7 +74,8 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
 
     Raises:
         ConfigError: on every rank, if settings differ between ranks, if a custom matrix product is combined with a
-            schedule that splits the backward, or if the task, the model or the optimizer rejects the settings.
+            schedule that splits the backward or with products in 8 bits, or if the task, the model or the optimizer
+            rejects the settings.
     """
     parts = parts or RunParts()
     check_ranks_have_one_recipe(config)
@@ -97,6 +98,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         parallel.dispatch,
         _fused_a2a(config, pg_collection),
         _symmetric_a2a(config, pg_collection, device),
+        layer_product(config, product),
     )
     pipeline = build_pipeline(config, task, options, state, device)
     with agreed("the training data cannot be read"):
@@ -161,7 +163,12 @@ def _symmetric_a2a(
 
 
 def _matrix_product(config: RunConfig, parts: RunParts) -> MatrixProduct:
-    schedule = config.parallel.schedule
+    schedule, fp8 = config.parallel.schedule, config.precision.fp8
+    if fp8 is not None and not is_plain(parts.matrix_product):
+        raise ConfigError(
+            f"precision.fp8={fp8} and RunParts(matrix_product=...) both choose the product of linear layers; use only "
+            "one of the two"
+        )
     if not splits_backward(schedule):
         return parts.matrix_product
     if not is_plain(parts.matrix_product):

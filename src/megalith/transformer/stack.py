@@ -19,7 +19,7 @@ class LayerStack(nn.ModuleDict):
 
     A layer's initial weights and dropout masks depend on its name, and so on its place in the whole model: a stage that
     counted its layers from 0 would draw another stage's values. Modules that are added later are named here too, but
-    must be run by whoever adds them.
+    must be run by whoever adds them. ``num_layers``: of the whole stack, by default ``config.num_layers``.
     """
 
     def __init__(
@@ -28,9 +28,12 @@ class LayerStack(nn.ModuleDict):
         options: BuildOptions,
         indices: Iterable[int],
         spec_of: LayerSpecs | None = None,
+        num_layers: int | None = None,
     ) -> None:
-        spec_of = spec_of or layer_specs(config)
-        super().__init__({str(index): TransformerLayer(config, options, spec_of(index)) for index in indices})
+        spec_of, total = spec_of or layer_specs(config), num_layers or config.num_layers
+        super().__init__(
+            {str(index): TransformerLayer(config, options.of_layer(index, total), spec_of(index)) for index in indices}
+        )
         self.names = tuple(self)
 
     def forward(self, x: Tensor, context: LayerContext, caches: Mapping[int, KVCache] | None = None) -> Tensor:

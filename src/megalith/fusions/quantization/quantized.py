@@ -98,7 +98,7 @@ class Quantized:
             the even column in the low bits.
         scale: factors for the values. In float32 for tensor [], row [..., 1], block128 [..., H/128] and block128x128
             [..., R/128, H/128]; mxfp8: [..., H/32] in float8_e8m0fnu; nvfp4: [..., H/16] in float8_e4m3fn. Sizes are
-            rounded up: the last block may be smaller.
+            rounded up: the last block may be smaller. Those of block128 are contiguous along the rows.
         kind: which values share a scale.
         tensor_scale: [] in float32, for nvfp4 only.
         transposed: the transpose, quantized along its own rows, if requested.
@@ -146,6 +146,8 @@ def outputs_of(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Out
     scale              tensor []; block128x128 [N, R/128, H/128]; else [N, R, H/columns]; as bytes, if not float32
     tensor_scale       [] in float32, for nvfp4
     values_t, scale_t  for ``x.mT``; if its scales are those of ``x``, only values
+
+    Scales of block128 lie column by column, [N, H/128, R] in memory, as cuBLAS's products read them.
     """
     N, R, H = x.shape
     layout = LAYOUTS[kind]
@@ -158,6 +160,8 @@ def outputs_of(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Out
     def scale_of(R: int, H: int) -> Tensor:
         rows = -(-R // 128) if layout.tiled else R
         columns = 1 if layout.columns is None else -(-H // layout.columns)
+        if kind == "block128":
+            return x.new_empty((N, columns, rows), dtype=scale_dtype).mT
         return x.new_empty(() if kind == "tensor" else (N, rows, columns), dtype=scale_dtype)
 
     none = x.new_empty(0, dtype=torch.uint8)

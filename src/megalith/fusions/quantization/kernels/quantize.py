@@ -135,7 +135,9 @@ def _store_scale(scale, tile_row, tile_col, R, num_scales, scale_ptr, KIND: tl.c
         row = tile_row * scale.shape[0] + tl.arange(0, scale.shape[0])
         col = tile_col * scale.shape[1] + tl.arange(0, scale.shape[1])
         mask = (row < R)[:, None] & (col < num_scales)[None, :]
-        tl.store(scale_ptr + row[:, None] * num_scales + col[None, :], scale, mask=mask)
+        # those of block128 column by column
+        at = col[None, :] * R + row[:, None] if KIND == "block128" else row[:, None] * num_scales + col[None, :]
+        tl.store(scale_ptr + at, scale, mask=mask)
     elif KIND == "row":
         row = tile_row * scale.shape[0] + tl.arange(0, scale.shape[0])
         tl.store(scale_ptr + row, scale, mask=(row < R) & (tile_col == 0))

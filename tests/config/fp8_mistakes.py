@@ -1,0 +1,87 @@
+"""Mistakes in settings of products in 8 bits."""
+
+from tests.config.mistake import Mistake
+
+__all__ = ["FP8_MISTAKES"]
+
+FP8 = {
+    "model.hidden_size": 256,
+    "model.num_attention_heads": 4,
+    "model.ffn_hidden_size": 512,
+    "data.seq_length": 256,
+    "precision.fp8": "blockwise",
+    "experimental": ["fp8"],
+}
+LATENT = {
+    "model.num_query_groups": None,
+    "model.mla.kv_lora_rank": 64,
+    "model.mla.qk_nope_head_dim": 32,
+    "model.mla.qk_rope_head_dim": 32,
+    "model.mla.v_head_dim": 64,
+}
+TENSOR = {"parallel.tensor": 2}
+
+FP8_MISTAKES = [
+    Mistake({**FP8, "experimental": None}, r"precision.fp8=blockwise is experimental .* use experimental=\[fp8\]"),
+    Mistake({"experimental": ["fp8"]}, r"'fp8' has no effect without precision.fp8=blockwise; use experimental=null"),
+    Mistake(
+        {"precision.fp8_wgrad": False},
+        r"precision.fp8_wgrad \(False\) has no effect without precision.fp8; use precision.fp8_wgrad=null",
+    ),
+    Mistake(
+        {**FP8, "model.ffn_hidden_size": 500},
+        r"model.ffn_hidden_size \(500\) must be a multiple of 16 with precision.fp8=blockwise; "
+        r"use model.ffn_hidden_size=512$",
+    ),
+    Mistake(
+        {**FP8, **LATENT, "model.mla.qk_rope_head_dim": 24},
+        r"kv_lora_rank \+ model.mla.qk_rope_head_dim \(88\) must be a multiple of 16",
+    ),
+    Mistake(
+        {**FP8, **TENSOR, "model.ffn_hidden_size": 384},
+        r"model.ffn_hidden_size \(384\) must be divisible by 128 x 2 with precision.fp8=blockwise and "
+        r"parallel.tensor=2: numbers that share a scale are on one rank; use parallel.tensor=1",
+        4,
+    ),
+    Mistake(
+        {**FP8, "model.num_query_groups": 2, **TENSOR},
+        r"num_query_groups x model.kv_channels \(128\) must be divisible by 128 x 2",
+        4,
+    ),
+    Mistake(
+        {**FP8, "model.num_query_groups": 2, "parallel.tensor": 4},
+        r"num_query_groups \(2\) must be divisible by parallel.tensor \(4\) with precision.fp8=blockwise: ranks that "
+        r"share a group would each round their part of its gradients; use parallel.tensor=1",
+        4,
+    ),
+    Mistake(
+        {**FP8, **LATENT, "model.mla.v_head_dim": 32, "parallel.tensor": 2},
+        r"num_attention_heads x model.mla.v_head_dim \(128\) must be divisible by 128 x 2",
+        4,
+    ),
+    Mistake(
+        {**FP8, "data.seq_length": 192},
+        r"seq_length \(192\) must be a multiple of 128 with precision.fp8=blockwise: for the gradients of weights, 128 "
+        r"tokens of a sequence share a scale; use data.seq_length=256$",
+    ),
+    Mistake(
+        {**FP8, "parallel.context": 2},
+        r"seq_length \(256\) must be a multiple of 512 .* 128 tokens of a sequence, which is in 4 parts, share a scale",
+        4,
+    ),
+    Mistake(
+        {**FP8, **LATENT, "model.mla.qk_nope_head_dim": 64, "model.mla.qk_rope_head_dim": 64}
+        | {"data.seq_length": 128, **TENSOR, "parallel.sequence": True},
+        r"seq_length \(128\) must be a multiple of 256 .*, which is in 2 parts, share a scale",
+        4,
+    ),
+    Mistake(
+        {**FP8, "precision.num_layers_at_start_in_bf16": 3, "precision.num_layers_at_end_in_bf16": 1},
+        r"at_start_in_bf16 \(3\) \+ .*at_end_in_bf16 \(1\) must be below the number of layers \(4\)",
+    ),
+    Mistake(
+        {**FP8, "parallel.pipeline": 2, "parallel.schedule": "zero_bubble"},
+        r"precision.fp8=blockwise cannot be combined with parallel.schedule=zero_bubble: a product in 8 bits computes",
+        4,
+    ),
+]
