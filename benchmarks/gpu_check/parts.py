@@ -17,6 +17,8 @@ from benchmarks.fusions.registry import OPERATIONS
 from benchmarks.gpu_check import correct, host, machine, sweeps
 from benchmarks.gpu_check.attention import attention
 from benchmarks.gpu_check.attention import items as attention_items
+from benchmarks.gpu_check.fp8 import fp8
+from benchmarks.gpu_check.fp8 import items as fp8_items
 from benchmarks.gpu_check.losses import items as losses_items
 from benchmarks.gpu_check.losses import losses
 from benchmarks.gpu_check.record import Record
@@ -155,6 +157,11 @@ def _losses(record: Record, deadline: float, tiny: bool) -> None:
         record.add("losses", line)
 
 
+def _fp8(record: Record, deadline: float, tiny: bool) -> None:
+    for line in lines_of(fp8, fp8_items(tiny), _LIMIT, deadline):
+        record.add("fp8", line)
+
+
 def _sweeps(record: Record, deadline: float, tiny: bool) -> None:
     items = sweeps.items(tiny)
     ahead = [item._replace(arguments=(*item.arguments[:2], _SIZES[0], "cuda", 0)) for item in items]
@@ -240,6 +247,7 @@ PARTS = {
     "losses": Part(_losses, 40),
     "sweeps": Part(_sweeps, 105),
     "host": Part(_host, 50),
+    "fp8": Part(_fp8, 30),
     "tests": Part(_tests, 300),
     "train": Part(_train, 120),
     "step": Part(_step, 240),

@@ -38,6 +38,7 @@ def test_the_check_runs_at_tiny_sizes_and_keeps_every_line(monkeypatch, tmp_path
     assert items["timing"] == ["rms norm, 0 MiB", "swiglu, bias, 0 MiB"]
     assert items["attention"] == ["D 16, Megalith", "D 16, math"]
     assert items["losses"] == ["cross entropy, Megalith", "linear + cross entropy, Megalith"]
+    assert len(items["fp8"]) == 4
     assert len(items["sweeps"]) == len(sweeps.SWEEPS)
     assert items["host"] == ["calls", "CUDA graph", "torch.compile"]
     assert all(items[part] for part in COMMANDS)

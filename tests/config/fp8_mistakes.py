@@ -9,7 +9,7 @@ FP8 = {
     "model.num_attention_heads": 4,
     "model.ffn_hidden_size": 512,
     "data.seq_length": 256,
-    "precision.fp8": "blockwise",
+    "precision.fp8.recipe": "blockwise",
     "experimental": ["fp8"],
 }
 LATENT = {
@@ -22,15 +22,12 @@ LATENT = {
 TENSOR = {"parallel.tensor": 2}
 
 FP8_MISTAKES = [
-    Mistake({**FP8, "experimental": None}, r"precision.fp8=blockwise is experimental .* use experimental=\[fp8\]"),
-    Mistake({"experimental": ["fp8"]}, r"'fp8' has no effect without precision.fp8=blockwise; use experimental=null"),
-    Mistake(
-        {"precision.fp8_wgrad": False},
-        r"precision.fp8_wgrad \(False\) has no effect without precision.fp8; use precision.fp8_wgrad=null",
-    ),
+    Mistake({**FP8, "experimental": None}, r"fp8.recipe=blockwise is experimental .* use experimental=\[fp8\]"),
+    Mistake({"experimental": ["fp8"]}, r"'fp8' has no effect without precision.fp8.recipe=blockwise; use"),
+    Mistake({"precision.fp8.wgrad": False}, r"precision.fp8.recipe is missing; use precision.fp8.recipe=blockwise"),
     Mistake(
         {**FP8, "model.ffn_hidden_size": 500},
-        r"model.ffn_hidden_size \(500\) must be a multiple of 16 with precision.fp8=blockwise; "
+        r"model.ffn_hidden_size \(500\) must be a multiple of 16 with precision.fp8.recipe=blockwise; "
         r"use model.ffn_hidden_size=512$",
     ),
     Mistake(
@@ -39,7 +36,7 @@ FP8_MISTAKES = [
     ),
     Mistake(
         {**FP8, **TENSOR, "model.ffn_hidden_size": 384},
-        r"model.ffn_hidden_size \(384\) must be divisible by 128 x 2 with precision.fp8=blockwise and "
+        r"model.ffn_hidden_size \(384\) must be divisible by 128 x 2 with precision.fp8.recipe=blockwise and "
         r"parallel.tensor=2: numbers that share a scale are on one rank; use parallel.tensor=1",
         4,
     ),
@@ -50,8 +47,8 @@ FP8_MISTAKES = [
     ),
     Mistake(
         {**FP8, "model.num_query_groups": 2, "parallel.tensor": 4},
-        r"num_query_groups \(2\) must be divisible by parallel.tensor \(4\) with precision.fp8=blockwise: ranks that "
-        r"share a group would each round their part of its gradients; use parallel.tensor=1",
+        r"num_query_groups \(2\) must be divisible by parallel.tensor \(4\) with precision.fp8.recipe=blockwise: ranks "
+        r"that share a group would each round their part of its gradients; use parallel.tensor=1",
         4,
     ),
     Mistake(
@@ -61,8 +58,8 @@ FP8_MISTAKES = [
     ),
     Mistake(
         {**FP8, "data.seq_length": 192},
-        r"seq_length \(192\) must be a multiple of 128 with precision.fp8=blockwise: for the gradients of weights, 128 "
-        r"tokens of a sequence share a scale; use data.seq_length=256$",
+        r"seq_length \(192\) must be a multiple of 128 with precision.fp8.recipe=blockwise: for the gradients of "
+        r"weights, 128 tokens of a sequence share a scale; use data.seq_length=256$",
     ),
     Mistake(
         {**FP8, "parallel.context": 2},
@@ -76,12 +73,12 @@ FP8_MISTAKES = [
         4,
     ),
     Mistake(
-        {**FP8, "precision.num_layers_at_start_in_bf16": 3, "precision.num_layers_at_end_in_bf16": 1},
+        {**FP8, "precision.fp8.num_layers_at_start_in_bf16": 3, "precision.fp8.num_layers_at_end_in_bf16": 1},
         r"at_start_in_bf16 \(3\) \+ .*at_end_in_bf16 \(1\) must be below the number of layers \(4\)",
     ),
     Mistake(
         {**FP8, "parallel.pipeline": 2, "parallel.schedule": "zero_bubble"},
-        r"precision.fp8=blockwise cannot be combined with parallel.schedule=zero_bubble: a product in 8 bits computes",
+        r"precision.fp8.recipe=blockwise cannot be combined with parallel.schedule=zero_bubble: a product in 8 bits",
         4,
     ),
 ]

@@ -31,7 +31,7 @@ def test_every_field_is_described_and_every_number_has_a_unit(name):
 
 def test_every_required_field_has_an_example():
     required = [name for name, field in FIELDS.items() if field.is_required()]
-    assert len(required) == 22
+    assert len(required) == 23
     assert all(FIELDS[name].examples for name in required)
 
 

@@ -46,14 +46,15 @@ TWO_ROWS = {"global_batch_size": 4, "micro_batch_size": 2}
 
 
 def in_8_bits(folder, **groups: Any) -> dict[str, Any]:
-    precision = {"dtype": "float64", "fp8": "blockwise", **groups.pop("precision", {})}
+    fp8 = {"recipe": "blockwise", **groups.pop("fp8", {})}
+    precision = {"dtype": "float64", **groups.pop("precision", {}), "fp8": fp8}
     model, train = MODEL | groups.pop("model", {}), TWO_ROWS | groups.pop("train", {})
     base = {"data": {"seq_length": 512}, "experimental": ["fp8"], **groups}
     return settings(folder, model=model, train=train, precision=precision, **base)
 
 
 def plain(tree: dict[str, Any]) -> dict[str, Any]:
-    precision = {name: value for name, value in tree["precision"].items() if "8" not in name and "bf16" not in name}
+    precision = {"dtype": tree["precision"]["dtype"]}
     return {name: group for name, group in tree.items() if name != "experimental"} | {"precision": precision}
 
 
@@ -79,8 +80,8 @@ def steps(tree: dict[str, Any], world_size: int = 1, **parts: Any) -> Trajectory
 )
 def test_layouts_compute_what_one_process_does(world_size, parallel, changes, tmp_path):
     kept = {"num_layers_at_end_in_bf16": 1}
-    want = steps(in_8_bits(tmp_path, precision=kept))
-    got = steps(in_8_bits(tmp_path, precision=kept, parallel=parallel, **changes), world_size)
+    want = steps(in_8_bits(tmp_path, fp8=kept))
+    got = steps(in_8_bits(tmp_path, fp8=kept, parallel=parallel, **changes), world_size)
     assert differences(got, want) == []
 
 
@@ -142,7 +143,7 @@ def products_in_8_bits(tree: dict[str, Any]) -> dict[str, bool]:
 
 def test_some_layers_are_left_out_and_all_that_are_no_layers(tmp_path):
     kept = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2}
-    [found] = ranks(1, products_in_8_bits, in_8_bits(tmp_path, model={"num_layers": 8}, precision=kept))
+    [found] = ranks(1, products_in_8_bits, in_8_bits(tmp_path, model={"num_layers": 8}, fp8=kept))
     assert not found.pop("lm_head")
     assert {name for name, in_8 in found.items() if in_8} == {name for name in found if name.split(".")[2] in "12345"}
 
@@ -162,4 +163,4 @@ def refused_with_a_product_of_its_own(tree: dict[str, Any]) -> str:
 
 def test_a_product_of_the_users_own_is_not_overruled(tmp_path):
     [message] = ranks(1, refused_with_a_product_of_its_own, in_8_bits(tmp_path))
-    assert "precision.fp8=blockwise and RunParts(matrix_product=...) both choose the product" in message
+    assert "precision.fp8.recipe=blockwise and RunParts(matrix_product=...) both choose the product" in message

@@ -6,6 +6,7 @@ from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size
 from megalith.config.bert_config import BertConfig
 from megalith.config.dispatch_config import DispatchConfig
 from megalith.config.fill_in_the_middle_config import FillInTheMiddleConfig
+from megalith.config.fp8_config import FP8Config
 from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.masking_config import MaskingConfig
@@ -56,6 +57,7 @@ __all__ = [
     "DataConfig",
     "DispatchConfig",
     "EvaluationConfig",
+    "FP8Config",
     "FillInTheMiddleConfig",
     "GenerationConfig",
     "GluConfig",

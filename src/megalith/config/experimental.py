@@ -32,7 +32,7 @@ class Use(NamedTuple):
 USED_BY: Mapping[str, Use] = MappingProxyType(
     {
         "compile": Use("train.compile", True),
-        "fp8": Use("precision.fp8", "blockwise"),
+        "fp8": Use("precision.fp8.recipe", "blockwise"),
         "deep_ep": Use("parallel.dispatch.method", "flex"),
         "symmetric_memory": Use("parallel.dispatch.method", "symmetric"),
     }

@@ -13,8 +13,8 @@ __all__ = [
 ]
 
 _BLOCK, _ALIGNMENT = 128, 16
-_FP8, _WGRAD = "precision.fp8", "precision.fp8_wgrad"
-_START, _END = "precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"
+_FP8, _WGRAD = "precision.fp8.recipe", "precision.fp8.wgrad"
+_START, _END = "precision.fp8.num_layers_at_start_in_bf16", "precision.fp8.num_layers_at_end_in_bf16"
 _TENSOR, _CONTEXT, _SEQUENCE = "parallel.tensor", "parallel.context", "parallel.sequence"
 _LENGTH, _LAYERS, _DECODER = "data.seq_length", "model.num_layers", "model.t5.num_decoder_layers"
 _HEADS, _GROUPS, _HEAD = "model.num_attention_heads", "model.num_query_groups", "model.kv_channels"
@@ -52,8 +52,8 @@ def fp8_splits_no_block(run: Draft) -> Iterator[Violation]:
             f"{_GROUPS} ({groups}) must be divisible by {_TENSOR} ({tensor}) with {_FP8}={run[_FP8]}: ranks that share "
             "a group would each round their part of its gradients"
         )
-        fewer = [{_TENSOR: degree} for degree in reversed(divisors(tensor)) if groups % degree == 0]
-        yield Violation("fp8_splits_no_block", _GROUPS, message, (*fewer, _without(run)))
+        split = [{_TENSOR: degree} for degree in reversed(divisors(tensor)) if groups % degree == 0]
+        yield Violation("fp8_splits_no_block", _GROUPS, message, (*split, _without(run)))
         return
     for setting, words, size, parts in _split(run):
         if parts == 1 or size % _ALIGNMENT or size % parts or size // parts % _BLOCK == 0:
@@ -68,7 +68,7 @@ def fp8_splits_no_block(run: Draft) -> Iterator[Violation]:
 
 
 def fp8_sequences_are_whole_blocks(run: Draft) -> Iterator[Violation]:
-    """With fp8_wgrad, seq_length is a multiple of 128, and so is each part of a sequence that a rank has."""
+    """With fp8.wgrad, seq_length is a multiple of 128, and so is each part of a sequence that a rank has."""
     if run.get(_FP8) is None or not run[_WGRAD]:
         return
     context, length = run[_CONTEXT], run[_LENGTH]
@@ -98,7 +98,7 @@ def fp8_leaves_layers(run: Draft) -> Iterator[Violation]:
 def _without(run: Draft) -> Fix:
     """The run in ``precision.dtype`` alone."""
     others = [name for name in run["experimental"] if name != "fp8"]
-    return {**dict.fromkeys((_FP8, _WGRAD, _START, _END)), "experimental": others or None}
+    return {"precision.fp8": None, "experimental": others or None}
 
 
 def _whole(run: Draft) -> list[_Features]:

@@ -17,7 +17,7 @@ __all__ = [
 
 _PIPELINE, _VIRTUAL, _SCHEDULE = "parallel.pipeline", "parallel.virtual", "parallel.schedule"
 _LISTED, _LAYERS, _DECODER = "parallel.stage_layers", "model.num_layers", "model.t5.num_decoder_layers"
-_COMPILE, _FUSED_LOSS, _FP8 = "train.compile", "train.fused_linear_cross_entropy", "precision.fp8"
+_COMPILE, _FUSED_LOSS, _FP8 = "train.compile", "train.fused_linear_cross_entropy", "precision.fp8.recipe"
 _BATCH, _MICRO, _BATCHES = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
 
 # schedules by the stages on each rank
@@ -49,7 +49,7 @@ def schedule_fits_the_stages(run: Draft) -> Iterator[Violation]:
 
 
 def split_backwards_split_every_product(run: Draft) -> Iterator[Violation]:
-    """zero_bubble and zb_v need compile=false, fused_linear_cross_entropy=false and fp8=null."""
+    """zero_bubble and zb_v need compile=false, fused_linear_cross_entropy=false and no fp8."""
     schedule = run[_SCHEDULE]
     if run[_PIPELINE] == 1 or schedule not in _SPLITTING:
         return

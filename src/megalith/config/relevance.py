@@ -67,9 +67,6 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         "optim.decay_steps": Condition("optim.schedule", _SCHEDULES_THAT_END),
         "optim.wsd": Condition("optim.schedule", ("WSD",)),
         "precision.loss_scale": Condition("precision.dtype", ("float16",)),
-        "precision.fp8_wgrad": Condition("precision.fp8"),
-        "precision.num_layers_at_start_in_bf16": Condition("precision.fp8"),
-        "precision.num_layers_at_end_in_bf16": Condition("precision.fp8"),
     }
 )
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, 
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.dotted import look_up, parent, put_
 from megalith.config.fill_in_the_middle_config import FillInTheMiddleConfig
+from megalith.config.fp8_config import FP8Config
 from megalith.config.masking_config import MaskingConfig
 from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.optim_config import OptimConfig
@@ -240,18 +241,7 @@ class PrecisionConfig(SettingsGroup):
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
         default="float32", description="dtype of the computation"
     )
-    fp8: Literal["blockwise"] | None = Field(
-        default=None,
-        description="linear layers of the transformer layers multiply in 8 bits, with a scale per 128 numbers; "
-        "experts, their router and the output projection do not (experimental: fp8)",
-    )
-    fp8_wgrad: bool = Field(default=True, description="also compute the gradients of their weights in 8 bits")
-    num_layers_at_start_in_bf16: int = Field(
-        default=0, ge=0, le=LARGEST_SIZE, description="[layers] first ones of each stack that multiply in dtype"
-    )
-    num_layers_at_end_in_bf16: int = Field(
-        default=0, ge=0, le=LARGEST_SIZE, description="[layers] last ones of each stack that multiply in dtype"
-    )
+    fp8: FP8Config | None = Field(default=None, description="products in 8 bits")
     loss_scale: LossScaleConfig | None = Field(default=None, description="dynamic loss scaling for float16")
 
 

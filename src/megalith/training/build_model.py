@@ -58,12 +58,12 @@ def layer_product(config: RunConfig, plain: MatrixProduct = linear) -> LayerProd
 
     None if all layers take the model's. Raises ExperimentalError unless the feature is enabled.
     """
-    precision = config.precision
-    if precision.fp8 is None:
+    fp8 = config.precision.fp8
+    if fp8 is None:
         return None
     require("fp8", config)
-    in_8_bits = BlockwiseProduct(wgrad=precision.fp8_wgrad)
-    first, num_last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    in_8_bits = BlockwiseProduct(wgrad=fp8.wgrad)
+    first, num_last = fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16
     return lambda index, num_layers: in_8_bits if first <= index < num_layers - num_last else plain
 
 

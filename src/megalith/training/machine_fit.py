@@ -80,7 +80,8 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     held = [along_pipeline[grid.position("pp", rank)].total + buffers for rank in local_ranks]
     device, num_local_ranks = choose_device(), len(local_ranks)
     if config.precision.fp8 is not None and (reason := why_not_fp8(device)):
-        raise ConfigError(f"precision.fp8={config.precision.fp8} cannot run here: {reason}; use precision.fp8=null")
+        given = f"precision.fp8.recipe={config.precision.fp8.recipe}"
+        raise ConfigError(f"{given} cannot run here: {reason}; use precision.fp8=null")
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
             raise ConfigError(

@@ -80,7 +80,7 @@ def pretrain(
                 keep_settings(run)
                 keep_tokenizer(run)
                 write_about(run, origin)
-        _show_all(beginning.lines, show)  # after everything that reads the user's files
+        _show_all([*beginning.lines, *_remarks(run)], show)  # after everything that reads the user's files
         first_step = run.state.step
         if config.train.compile_fusions is False:
             stack.enter_context(without_compiling())
@@ -89,6 +89,13 @@ def pretrain(
         if outcome is Outcome.STOPPED:
             show(_where_it_stopped(run, first_step, stop.reason))
         return outcome
+
+
+def _remarks(run: Run) -> list[str]:
+    """Returns what the user may not expect of this run on this device."""
+    if run.config.precision.fp8 is None or run.device.type != "cpu":
+        return []
+    return ["products in 8 bits are emulated on a CPU: a step takes two to three times as long"]
 
 
 def _where_it_stopped(run: Run, first_step: int, reason: str | None) -> str:

@@ -166,8 +166,8 @@ def _matrix_product(config: RunConfig, parts: RunParts) -> MatrixProduct:
     schedule, fp8 = config.parallel.schedule, config.precision.fp8
     if fp8 is not None and not is_plain(parts.matrix_product):
         raise ConfigError(
-            f"precision.fp8={fp8} and RunParts(matrix_product=...) both choose the product of linear layers; use only "
-            "one of the two"
+            f"precision.fp8.recipe={fp8.recipe} and RunParts(matrix_product=...) both choose the product of linear "
+            "layers; use only one of the two"
         )
     if not splits_backward(schedule):
         return parts.matrix_product

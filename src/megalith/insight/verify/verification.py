@@ -193,7 +193,8 @@ def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Seq
     if config.precision.dtype not in ("float64", "float32"):
         yield f"precision.dtype={config.precision.dtype}: rounding would hide differences; float32 and float64 were run"
     if config.precision.fp8 is not None:
-        yield f"precision.fp8={config.precision.fp8}: the small model has no blocks of 128 numbers; it was run without"
+        given = f"precision.fp8.recipe={config.precision.fp8.recipe}"
+        yield f"{given}: the small model has no blocks of 128 numbers; it was run without"
     if config.train.compile:
         yield "train.compile=true: each rank compiles its own layers; they were run in eager mode"
     if config.train.fused_linear_cross_entropy:

@@ -1,0 +1,27 @@
+"""Products in 8 bits: the recipe, and what is left out of it."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from megalith.config.settings_group import LARGEST_SIZE, SettingsGroup
+
+__all__ = ["FP8Config"]
+
+
+class FP8Config(SettingsGroup):
+    """Linear layers of the transformer layers multiply in 8 bits; experts, router and output projection do not."""
+
+    dotted_name: ClassVar[str] = "precision.fp8"
+
+    recipe: Literal["blockwise"] = Field(
+        description="blockwise: a scale per 128 numbers (DeepSeek-AI 2024, arXiv:2412.19437) (experimental: fp8)",
+        examples=["blockwise"],
+    )
+    wgrad: bool = Field(default=True, description="also compute the gradients of weights in 8 bits")
+    num_layers_at_start_in_bf16: int = Field(
+        default=0, ge=0, le=LARGEST_SIZE, description="[layers] first ones of each stack that multiply in dtype"
+    )
+    num_layers_at_end_in_bf16: int = Field(
+        default=0, ge=0, le=LARGEST_SIZE, description="[layers] last ones of each stack that multiply in dtype"
+    )
