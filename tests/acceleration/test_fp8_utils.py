@@ -13,6 +13,7 @@ from torch.nn.functional import ScalingType, linear
 from megalith.acceleration import fp8_utils
 from megalith.acceleration.fp8_utils import BlockwiseProduct, why_not_fp8
 from megalith.fusions import Quantized, dequantize, quantize
+from megalith.fusions.core.compiler import why_not_compile
 
 S, B, IN, OUT = 256, 3, 384, 272  # the last block of outputs is narrower
 ON_HOPPER = torch.cuda.is_available() and why_not_fp8(torch.device("cuda")) is None
@@ -138,12 +139,13 @@ def test_one_output_is_computed_as_ever():
     assert torch.equal(BlockwiseProduct()(x, weight[:1], None), linear(x, weight[:1]))
 
 
+@pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
 def test_compiled_as_a_whole_it_gives_the_same():
     x, weight, dy = operands(torch.float32, num_rows=1)
     product = BlockwiseProduct()
-    compiled = torch.compile(product.__call__, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(product.__call__, fullgraph=True)
     for got, want in zip(results(compiled, x, weight, dy), results(product, x, weight, dy), strict=True):
-        torch.testing.assert_close(got, want)
+        assert (got - want).norm() < 1e-6 * want.norm()
 
 
 def test_a_gpu_gets_operands_and_scales_as_its_library_reads_them():

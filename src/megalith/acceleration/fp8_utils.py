@@ -24,7 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import ScalingType, scaled_mm
 
 from megalith.fusions import Quantized, dequantize, quantize
+from megalith.fusions.core.registration import register_without_gradient
 from megalith.fusions.core.rows import wide
+from megalith.fusions.quantization.quantized import Kind
 
 __all__ = ["ALIGNMENT", "BLOCK", "BlockwiseProduct", "why_not_fp8"]
 
@@ -97,7 +99,7 @@ class _Blockwise(Function):
         ctx.by_sequence = transposes
         kept = operands[2:4] if transposes else (x,)
         ctx.save_for_backward(weight if needs_dx else None, *(kept if needs_dw else ()))
-        y = _product(_of_rows(*operands[:2]), quantize(weight, "block128x128"), x.dtype)
+        y = _product(_of_rows(*operands[:2]), _quantized(weight, "block128x128"), x.dtype)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -105,15 +107,16 @@ class _Blockwise(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         dx = dw = None
-        transposes = bool(kept) and ctx.by_sequence
+        needs_dw = len(kept) > 0
+        transposes = needs_dw and ctx.by_sequence
         operands = _operands(dy, transposes) if transposes or weight is not None else ()
         if weight is not None:
-            of_weight = quantize(weight, "block128x128", transpose=True).transposed
+            of_weight = _quantized(weight, "block128x128", transpose=True).transposed
             assert of_weight is not None, "requested"
             dx = _product(_of_rows(*operands[:2]), of_weight, dy.dtype).view(*dy.shape[:-1], -1)
         if transposes:
             dw = _product(_of_rows(*operands[2:]), _of_rows(*kept), dy.dtype)
-        elif kept:
+        elif needs_dw:
             dw = dy.reshape(-1, dy.shape[-1]).t() @ kept[0].reshape(-1, kept[0].shape[-1])
         return dx, dw, *[None] * (len(ctx.needs_input_grad) - 2)
 
@@ -126,14 +129,19 @@ def _operands(x: Tensor, transposes: bool) -> tuple[Tensor, ...]:
     x = x.detach()
     rows = x.reshape(-1, x.shape[-1])
     if not transposes:
-        of_rows = quantize(rows, "block128")
+        of_rows = _quantized(rows, "block128")
         return of_rows.values, of_rows.scale
     in_order = x.dim() < 3 or x.shape[1] == 1
-    of_rows = quantize(rows, "block128", transpose=in_order)
-    by_sequence = of_rows if in_order else quantize(x.transpose(0, 1).flatten(0, 1), "block128", transpose=True)
+    of_rows = _quantized(rows, "block128", transpose=in_order)
+    by_sequence = of_rows if in_order else _quantized(x.transpose(0, 1).flatten(0, 1), "block128", transpose=True)
     of_columns = by_sequence.transposed
     assert of_columns is not None, "requested"
     return of_rows.values, of_rows.scale, of_columns.values, of_columns.scale
+
+
+def _quantized(x: Tensor, kind: Kind, *, transpose: bool = False) -> Quantized:
+    """``quantize``; on a CPU as an operator that torch.compile does not trace, which miscompiles the formulas there."""
+    return quantize(x, kind, transpose=transpose, backend="blocked" if x.device.type == "cpu" else None)
 
 
 def _of_rows(values: Tensor, scale: Tensor) -> Quantized:
@@ -143,8 +151,7 @@ def _of_rows(values: Tensor, scale: Tensor) -> Quantized:
 def _product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a b^T for a [M, K] of kind block128, and b [N, K] of kind block128 or block128x128 -> [M, N] in ``dtype``."""
     if not _in_library(a.values.device, dtype):
-        acc = wide(dtype)
-        return (dequantize(a, acc) @ dequantize(b, acc).t()).to(dtype)
+        return _emulate(a.values, a.scale, b.values, b.scale, b.kind, dtype)
     tiled = b.kind == "block128x128"
     y: Tensor = scaled_mm(
         a.values,
@@ -156,6 +163,20 @@ def _product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         output_dtype=dtype,
     )
     return y
+
+
+def _emulated(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    of_b = Quantized(b, b_scale, "block128x128" if kind == "block128x128" else "block128")
+    acc = wide(dtype)
+    return (dequantize(_of_rows(a, a_scale), acc) @ dequantize(of_b, acc).t()).to(dtype)
+
+
+def _empty(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
+# an operator that torch.compile does not trace: torch 2.13 miscompiles a block that is not full (inf in dx)
+_emulate = register_without_gradient("emulate_blockwise_product", _emulated, _empty, opaque=True)
 
 
 def _in_library(device: torch.device, dtype: torch.dtype) -> bool:
