@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from megalith.optional import has_triton, triton_interprets
 
 __all__ = ["can_launch_nowhere", "launching_nowhere"]
@@ -13,16 +15,18 @@ _SHARED_MEMORY = 227 << 10  # bytes per program
 
 
 def can_launch_nowhere() -> bool:
-    """Returns whether Triton is installed and compiles kernels rather than interpreting them."""
-    return has_triton() and not triton_interprets()
+    """Returns whether Triton compiles kernels rather than interpreting them, and there is no GPU to launch them on.
+
+    What is compiled here stays in Triton's cache of kernels, and would not be launched on a GPU either.
+    """
+    return has_triton() and not triton_interprets() and not torch.cuda.is_available()
 
 
 @contextmanager
 def launching_nowhere() -> Iterator[None]:
     """Inside the block, Triton compiles for an H100 and launches nothing; tensors may be on the CPU.
 
-    A launch costs the host what Triton's own does, less the call into CUDA. Kernels that have been launched before the
-    block stay what they were. On a machine with a GPU, its driver is active again afterwards.
+    A launch costs the host what Triton's own does, less the call into CUDA.
     """
     from triton.runtime import driver
 
@@ -35,7 +39,7 @@ def launching_nowhere() -> Iterator[None]:
 
 
 class _Utilities:
-    """Loads nothing."""
+    """Stands for a loaded binary and a device's properties."""
 
     def load_binary(self, *_: object) -> tuple[int, ...]:
         return 0, 0, 0, 0, 1024  # module, function, registers, spilled bytes, threads per program at most

@@ -14,58 +14,64 @@ from megalith.parallel.linear import linear
 
 __all__ = ["fp8", "items"]
 
-_PLAIN, _IN_8_BITS, _SOME, _OPERANDS = "plain", "in 8 bits", "in 8 bits, weight gradient plain", "quantize alone"
+_PLAIN, _FP8, _PLAIN_WGRAD, _QUANTIZE = "plain", "in 8 bits", "in 8 bits, weight gradient plain", "quantize alone"
 _REPEATS = 10
 
 
 class _Sizes(NamedTuple):
-    """T tokens, features in and out."""
+    """S tokens of B rows, features in and out."""
 
-    T: int
+    S: int
+    B: int
     IN: int
     OUT: int
 
     @property
     def flops(self) -> int:
         """FLOPs of a product; forward and backward take three."""
-        return 2 * self.T * self.IN * self.OUT
+        return 2 * self.S * self.B * self.IN * self.OUT
 
 
-_SIZES = (_Sizes(8192, 4096, 4096), _Sizes(8192, 4096, 14336), _Sizes(8192, 14336, 4096))
-_TINY = (_Sizes(128, 128, 256),)
+_SIZES = (
+    _Sizes(8192, 1, 4096, 4096),
+    _Sizes(8192, 1, 4096, 14336),
+    _Sizes(8192, 1, 14336, 4096),
+    _Sizes(4096, 2, 4096, 14336),
+)
+_TINY = (_Sizes(128, 1, 128, 256),)
 
 
 def items(tiny: bool) -> list[Item]:
     """Arguments of ``fp8``: one contender for one size each."""
     sizes, device = (_TINY, "cpu") if tiny else (_SIZES, "cuda")
     return [
-        Item(f"{one.IN} to {one.OUT}, {contender}", (contender, tuple(one), device))
+        Item(f"{one.S} x {one.B}, {one.IN} to {one.OUT}, {contender}", (contender, tuple(one), device))
         for one in sizes
-        for contender in (_PLAIN, _IN_8_BITS, _SOME, _OPERANDS)
+        for contender in (_PLAIN, _FP8, _PLAIN_WGRAD, _QUANTIZE)
     ]
 
 
 def fp8(contender: str, sizes: tuple[int, ...], device: str) -> Line:
     """Seconds, TFLOP/s and peak memory of a product and its gradients; its distance from a plain one in float32."""
-    if (reason := why_not_fp8(torch.device(device))) and contender != _PLAIN:
+    if (reason := why_not_fp8(torch.device(device), torch.bfloat16)) and contender != _PLAIN:
         return {"skipped": reason}
     shape, dtype = _Sizes(*sizes), torch.bfloat16
     torch.manual_seed(0)
-    x = torch.randn(shape.T, 1, shape.IN, device=device, dtype=dtype).requires_grad_()
+    x = torch.randn(shape.S, shape.B, shape.IN, device=device, dtype=dtype).requires_grad_()
     weight = (torch.randn(shape.OUT, shape.IN, device=device, dtype=dtype) * shape.IN**-0.5).requires_grad_()
-    dy = torch.randn(shape.T, 1, shape.OUT, device=device, dtype=dtype)
+    dy = torch.randn(shape.S, shape.B, shape.OUT, device=device, dtype=dtype)
     clock, repeats = Clock(device), _REPEATS if device == "cuda" else 1
-    if contender == _OPERANDS:
+    if contender == _QUANTIZE:
         quantized = x.detach().flatten(0, 1), weight.detach()
         seconds = [
             clock.seconds(lambda one=one, kind=kind: quantize(one, kind, transpose=True), repeats)
             for one, kind in zip(quantized, ("block128", "block128x128"), strict=True)
         ]
         return {"input_seconds": seconds[0], "weight_seconds": seconds[1]}
-    product: MatrixProduct = linear if contender == _PLAIN else BlockwiseProduct(wgrad=contender == _IN_8_BITS)
+    product: MatrixProduct = linear if contender == _PLAIN else BlockwiseProduct(wgrad=contender == _FP8)
 
     def forward() -> Tensor:
-        return product(x, weight, None)
+        return product(x.view_as(x), weight, None)  # another tensor, whose quantization is not remembered
 
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), (x, weight), dy)

@@ -1,13 +1,13 @@
 """Products in 8 bits: those of the quantized operands, with scales that follow from one block each."""
 
 import gc
+import re
 from itertools import product as pairs
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, linear
 
 from megalith.acceleration import fp8_utils
@@ -16,7 +16,7 @@ from megalith.fusions import Quantized, dequantize, quantize
 from megalith.fusions.core.compiler import why_not_compile
 
 S, B, IN, OUT = 256, 3, 384, 272  # the last block of outputs is narrower
-ON_HOPPER = torch.cuda.is_available() and why_not_fp8(torch.device("cuda")) is None
+ON_HOPPER = torch.cuda.is_available() and why_not_fp8(torch.device("cuda"), torch.bfloat16) is None
 
 
 def operands(dtype: torch.dtype = torch.float64, device: str = "cpu", num_rows: int = B) -> tuple[Tensor, ...]:
@@ -134,9 +134,28 @@ def test_a_bias_is_added_and_has_a_gradient():
     assert torch.equal(torch.autograd.grad(y, bias, dy)[0], dy.sum((0, 1)))
 
 
-def test_one_output_is_computed_as_ever():
+def test_one_output_is_not_quantized():
     x, weight, _ = operands()
     assert torch.equal(BlockwiseProduct()(x, weight[:1], None), linear(x, weight[:1]))
+
+
+@pytest.mark.parametrize("shape", [(0, 1, IN), (S, 0, IN)])
+def test_no_rows_give_no_rows(shape):
+    _, weight, _ = operands()
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    y, dx, dw = results(BlockwiseProduct(), x, weight, torch.zeros(*shape[:2], OUT, dtype=torch.float64))
+    assert (y.shape, dx.shape) == ((*shape[:2], OUT), shape)
+    assert torch.equal(dw, torch.zeros_like(weight))
+
+
+def test_inputs_of_inference_mode_are_not_kept():
+    _, weight, _ = operands()
+    product = BlockwiseProduct()
+    with torch.inference_mode():
+        x = torch.randn(S, 1, IN, dtype=torch.float64)
+        y = product(x, weight, None)
+        x.mul_(2.0)
+        assert not torch.equal(product(x, weight, None), y)
 
 
 @pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
@@ -148,8 +167,9 @@ def test_compiled_as_a_whole_it_gives_the_same():
         assert (got - want).norm() < 1e-6 * want.norm()
 
 
-def test_a_gpu_gets_operands_and_scales_as_its_library_reads_them():
-    """By the checks of torch's operator: ATen/native/cuda/ScaledBlas.cpp, on tensors without memory."""
+@pytest.mark.parametrize(("num_rows", "num_odd"), [(1, 0), (B, 0), (1, 5)])
+def test_the_library_gets_operands_and_scales_as_it_reads_them(num_rows, num_odd):
+    """By the checks of torch's operator, ATen/native/cuda/ScaledBlas.cpp; and rows in multiples of four."""
     called = []
 
     def scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
@@ -158,6 +178,7 @@ def test_a_gpu_gets_operands_and_scales_as_its_library_reads_them():
         assert a.is_contiguous()
         assert b.t().is_contiguous()
         assert K % 16 == N % 16 == 0
+        assert M % 4 == 0
         assert recipe_a == ScalingType.BlockWise1x128
         assert (scale_a.shape, scale_a.stride()) == ((M, blocks), (1, M))
         if recipe_b == ScalingType.BlockWise1x128:
@@ -167,38 +188,53 @@ def test_a_gpu_gets_operands_and_scales_as_its_library_reads_them():
             assert recipe_b == ScalingType.BlockWise128x128
             assert (scale_b.shape, scale_b.stride()) == ((padded, -(-N // 128)), (1, padded))
         called.append(recipe_b)
-        return a.new_empty(M, N, dtype=output_dtype)
+        # what the library computes, from the operands and scales that it was given
+        kind = "block128" if recipe_b == ScalingType.BlockWise1x128 else "block128x128"
+        of_b = scale_b if kind == "block128" else scale_b[:blocks].t()
+        of_operands = Quantized(a, scale_a, "block128"), Quantized(b.t(), of_b, kind)
+        left, right = (dequantize(one, torch.float64) for one in of_operands)
+        return (left @ right.t()).to(output_dtype)
 
-    with FakeTensorMode(), torch.no_grad(), patch.object(fp8_utils, "scaled_mm", scaled_mm):
-        for num_rows in (1, B):
-            x, dy = (torch.empty(S, num_rows, size, device="cuda", dtype=torch.bfloat16) for size in (IN, OUT))
-            for rows, columns in ((x, OUT), (dy, IN)):
-                weight = torch.empty(columns, rows.shape[-1], device="cuda", dtype=torch.bfloat16)
-                of_rows = Quantized(*fp8_utils._operands(rows, True)[:2], "block128")
-                fp8_utils._product(of_rows, quantize(weight, "block128x128"), x.dtype)
-            columns = (Quantized(*fp8_utils._operands(one, True)[2:], "block128") for one in (dy, x))
-            fp8_utils._product(*columns, x.dtype)
-    assert called == 2 * [*2 * [ScalingType.BlockWise128x128], ScalingType.BlockWise1x128]
+    x, weight, dy = operands(torch.float32, num_rows=num_rows)
+    x = x.detach()[: S - num_odd].requires_grad_()
+    product, dy = BlockwiseProduct(wgrad=not num_odd), dy[: S - num_odd]
+    want = results(product, x, weight, dy)
+    with patch.object(fp8_utils, "scaled_mm", scaled_mm), patch.object(fp8_utils, "_has_products", lambda *_: True):
+        got = results(product, x, weight, dy)
+    tiled, rows = ScalingType.BlockWise128x128, ScalingType.BlockWise1x128
+    assert called == ([tiled, tiled] if num_odd else [tiled, tiled, rows])
+    for of_library, emulated in zip(got, want, strict=True):
+        assert (of_library - emulated).norm() < 1e-6 * emulated.norm()
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="only Hopper GPUs have such products")
-@pytest.mark.parametrize("num_rows", [1, B])
+@pytest.mark.parametrize(("num_rows", "num_odd"), [(1, 0), (B, 0), (1, 5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gpu_computes_the_same(dtype, num_rows):
+def test_a_gpu_computes_the_same(dtype, num_rows, num_odd):
     x, weight, dy = operands(dtype, "cuda", num_rows)
-    of_gpu = results(BlockwiseProduct(), x, weight, dy)
-    with patch.object(fp8_utils, "_in_library", lambda *_: False):
-        emulated = results(BlockwiseProduct(), x, weight, dy)
+    x, dy = x.detach()[: S - num_odd].requires_grad_(), dy[: S - num_odd]
+    of_gpu = results(BlockwiseProduct(wgrad=not num_odd), x, weight, dy)
+    with patch.object(fp8_utils, "_has_products", lambda *_: False):
+        emulated = results(BlockwiseProduct(wgrad=not num_odd), x, weight, dy)
     for got, want in zip(of_gpu, emulated, strict=True):
         assert (got.double() - want.double()).norm() < 4e-3 * want.double().norm()
 
 
-@pytest.mark.parametrize(("capability", "fits"), [((8, 9), False), ((9, 0), True), ((10, 0), False)])
-def test_a_gpu_without_such_products_is_told(capability, fits, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "cuda", "refusal"),
+    [
+        ((9, 0), "13.0", None),
+        ((9, 0), "12.9", None),
+        ((9, 0), "12.8", "a torch built for CUDA 12.9 or later; this one is for CUDA 12.8"),
+        ((8, 9), "13.0", "only GPUs of compute capability 9.0 .*NVIDIA X has 8.9"),
+        ((10, 0), "13.0", "NVIDIA X has 10.0"),
+    ],
+)
+def test_a_gpu_or_a_torch_without_such_products_is_named(capability, cuda, refusal, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
-    reason = why_not_fp8(torch.device("cuda", 0))
-    assert (reason is None) == fits
-    if reason is not None:
-        assert f"NVIDIA X has {capability[0]}.{capability[1]}" in reason
-    assert why_not_fp8(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    reason = why_not_fp8(torch.device("cuda", 0), torch.bfloat16)
+    assert reason is None if refusal is None else re.search(refusal, reason)
+    assert why_not_fp8(torch.device("cuda", 0), torch.float64) is None  # emulated
+    assert why_not_fp8(torch.device("cpu"), torch.bfloat16) is None

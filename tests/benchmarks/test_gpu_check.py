@@ -39,6 +39,8 @@ def test_the_check_runs_at_tiny_sizes_and_keeps_every_line(monkeypatch, tmp_path
     assert items["attention"] == ["D 16, Megalith", "D 16, math"]
     assert items["losses"] == ["cross entropy, Megalith", "linear + cross entropy, Megalith"]
     assert len(items["fp8"]) == 4
+    errors = [line["error_dw"] for line in lines if line["part"] == "fp8" and "error_dw" in line]
+    assert [round(error, 2) for error in errors] == [0.0, 0.04, 0.0]  # of a plain product, in 8 bits, and of both
     assert len(items["sweeps"]) == len(sweeps.SWEEPS)
     assert items["host"] == ["calls", "CUDA graph", "torch.compile"]
     assert all(items[part] for part in COMMANDS)

@@ -20,6 +20,11 @@ LATENT = {
     "model.mla.v_head_dim": 64,
 }
 TENSOR = {"parallel.tensor": 2}
+T5 = {
+    "model.position_embedding_type": "relative",
+    "model.t5.num_decoder_layers": 2,
+    "model.num_query_groups": None,
+}
 
 FP8_MISTAKES = [
     Mistake({**FP8, "experimental": None}, r"fp8.recipe=blockwise is experimental .* use experimental=\[fp8\]"),
@@ -37,7 +42,7 @@ FP8_MISTAKES = [
     Mistake(
         {**FP8, **TENSOR, "model.ffn_hidden_size": 384},
         r"model.ffn_hidden_size \(384\) must be divisible by 128 x 2 with precision.fp8.recipe=blockwise and "
-        r"parallel.tensor=2: numbers that share a scale are on one rank; use parallel.tensor=1",
+        r"parallel.tensor=2: numbers that share a scale must be on one rank; use model.ffn_hidden_size=512",
         4,
     ),
     Mistake(
@@ -71,6 +76,25 @@ FP8_MISTAKES = [
         | {"data.seq_length": 128, **TENSOR, "parallel.sequence": True},
         r"seq_length \(128\) must be a multiple of 256 .*, which is in 2 parts, share a scale",
         4,
+    ),
+    # a rank has one chunk of 128 tokens, then less
+    Mistake(
+        {**FP8, **LATENT, "model.mla.qk_nope_head_dim": 64, "model.mla.qk_rope_head_dim": 64}
+        | {"data.seq_length": 256, **TENSOR, "parallel.sequence": True, "parallel.context": 2},
+        r"seq_length \(256\) must be a multiple of 512 .*, which is in 4 parts, share a scale",
+        4,
+    ),
+    Mistake(
+        {**FP8, **T5, "data.decoder_seq_length": 64},
+        r"decoder_seq_length \(64\) must be a multiple of 128 .* share a scale; use data.decoder_seq_length=128",
+    ),
+    Mistake(
+        {**FP8, **T5}, r"decoder_seq_length \(unset\) must be a multiple of 128 .*; use data.decoder_seq_length=256"
+    ),
+    Mistake(
+        {**FP8, "precision.dtype": "float16"},
+        r"precision.fp8.recipe=blockwise cannot be combined with precision.dtype=float16: 8 bits saturate, so that the "
+        r"loss scale would not see an overflow; use precision.dtype=bfloat16",
     ),
     Mistake(
         {**FP8, "precision.fp8.num_layers_at_start_in_bf16": 3, "precision.fp8.num_layers_at_end_in_bf16": 1},

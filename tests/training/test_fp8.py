@@ -13,14 +13,14 @@ from megalith.config import load_run
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
 from megalith.errors import ConfigError
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megalith.training import machine_fit
+from megalith.training import build_model, machine_fit
 from megalith.training.setup import RunParts, build_run
 from tests.rank_pool import ranks
+from tests.tiny_masked import write_sentences
 from tests.tiny_run import EOD, VOCAB, settings
 from tests.training.on_ranks import first_steps
 from tests.training.outcomes import losses, run_here
 from tests.training.reference import Trajectory, differences
-from tests.training.spans_task import PredictSpans
 
 MODEL = {
     "vocab_size": VOCAB,
@@ -35,6 +35,7 @@ SHARED = {"num_experts": 4, "shared_ffn_hidden_size": 256, "shared_expert_gate":
 LATENT = {"kv_lora_rank": 128, "q_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
 T5 = {
     **MODEL,
+    "vocab_size": 397,
     "num_query_groups": 4,
     "activation": "relu",
     "position_embedding_type": "relative",
@@ -42,6 +43,7 @@ T5 = {
     "attention": {"scale": 1.0},
     "t5": {"num_decoder_layers": 3},
 }
+DISCARDED = ["layernorm", "mlp_act"]
 TWO_ROWS = {"global_batch_size": 4, "micro_batch_size": 2}
 
 
@@ -58,8 +60,8 @@ def plain(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: group for name, group in tree.items() if name != "experimental"} | {"precision": precision}
 
 
-def steps(tree: dict[str, Any], world_size: int = 1, **parts: Any) -> Trajectory:
-    return ranks(world_size, first_steps, tree, world_size, **parts)[0]
+def steps(tree: dict[str, Any], world_size: int = 1) -> Trajectory:
+    return ranks(world_size, first_steps, tree, world_size)[0]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,10 @@ def steps(tree: dict[str, Any], world_size: int = 1, **parts: Any) -> Trajectory
         pytest.param(2, {"tensor": 2}, {}, marks=pytest.mark.slow),
         pytest.param(2, {"pipeline": 2}, {}, marks=pytest.mark.slow),
         pytest.param(4, {"tensor": 2, "shard": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"context": 2, "context_method": "all_to_all"}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            1, {}, {"train": {"recompute": "selective", "recompute_modules": DISCARDED}}, marks=pytest.mark.slow
+        ),
         pytest.param(4, {"tensor": 2, "context": 2}, {}, marks=pytest.mark.slow),
         pytest.param(4, {"pipeline": 2, "tensor": 2, "sequence": True}, {}, marks=pytest.mark.slow),
     ],
@@ -85,22 +91,31 @@ def test_layouts_compute_what_one_process_does(world_size, parallel, changes, tm
     assert differences(got, want) == []
 
 
+LATENTS = {"model": {"mla": LATENT, "num_query_groups": None, "kv_channels": None}}
+OF_LATENTS = {"model": {"moe": {**SHARED, "latent_size": 64}}}
+SHORT, LONG = ({"seq_length": size, "decoder_seq_length": size, "eod_mask_loss": False} for size in (128, 512))
+SPLIT = {"tensor": 2, "sequence": True}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "parallel", "train"),
     [
-        {"model": {"moe": SHARED}},
-        pytest.param({"model": {"mla": LATENT, "num_query_groups": None, "kv_channels": None}}, marks=pytest.mark.slow),
-        pytest.param({"model": T5, "data": {"seq_length": 128}, "task": PredictSpans}, marks=pytest.mark.slow),
+        ({"model": {"moe": SHARED}}, SPLIT, {}),
+        pytest.param({"model": {"moe": SHARED}}, {"expert": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(OF_LATENTS, SPLIT, {}, marks=pytest.mark.slow),
+        pytest.param(LATENTS, SPLIT, {}, marks=pytest.mark.slow),
+        pytest.param({"model": T5, "data": SHORT}, SPLIT, {}, marks=pytest.mark.slow),
+        pytest.param({"model": T5, "data": SHORT}, {"shard": 2}, {"micro_batch_size": 1}, marks=pytest.mark.slow),
+        pytest.param({"model": T5, "data": LONG}, {"context": 2}, {}, marks=pytest.mark.slow),
     ],
-    ids=["experts", "latents", "T5"],
 )
-def test_models_of_other_layers_are_split_alike(changes, tmp_path):
-    parallel = {"tensor": 2, "sequence": True}
-    task = {name: changes[name] for name in changes if name == "task"}
-    tree = in_8_bits(tmp_path, **{name: group for name, group in changes.items() if name != "task"})
-    want, got = (steps({**tree, "parallel": split}, n, **task) for n, split in ((1, {}), (2, parallel)))
-    assert differences(got, want) == []
-    without = steps(plain(tree), **task)
+def test_models_of_other_layers_are_split_alike(changes, parallel, train, tmp_path):
+    if changes["model"] == T5:
+        write_sentences(tmp_path)
+    tree = in_8_bits(tmp_path, **changes)
+    want = steps(tree)
+    assert differences(steps({**in_8_bits(tmp_path, **changes, train=train), "parallel": parallel}, 2), want) == []
+    without = steps(plain(tree))
     assert all(0.0 < abs(a - b) < 0.01 * b for a, b in zip(want.losses, without.losses, strict=True))
 
 
@@ -150,9 +165,13 @@ def test_some_layers_are_left_out_and_all_that_are_no_layers(tmp_path):
 
 def test_a_run_without_such_products_here_is_refused(tmp_path, monkeypatch):
     config = load_run(in_8_bits(tmp_path), world_size=1)
-    monkeypatch.setattr(machine_fit, "why_not_fp8", lambda device: "it is too old")
-    with pytest.raises(ConfigError, match="cannot run here: it is too old; use "):
-        machine_fit.check_machine(config, 1, range(1))
+    monkeypatch.setattr(build_model, "why_not_fp8", lambda device, dtype: "it is too old")
+    for check in (
+        lambda: machine_fit.check_machine(config, 1, range(1)),
+        lambda: build_run(config, torch.device("cpu")),
+    ):
+        with pytest.raises(ConfigError, match=r"blockwise cannot run here: it is too old; use precision\.fp8=null"):
+            check()
 
 
 def refused_with_a_product_of_its_own(tree: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8 bits, with a scale per block of numbers ("blockwise").
+"""FP8 linear layers: products in 8 bits with block scales, 1x128 and 128x128 ("blockwise").
 
     y = Q(x) Q(W)^T + b        dx = Q(dy) Q(W)        dW = Q(dy^T) Q(x^T)^T
 
@@ -8,10 +8,11 @@ and rounded once. DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.1
 
 A scale depends on one block alone, so a layout that does not split a block computes the same numbers: there is no
 largest magnitude to agree on between ranks, and none to remember from step to step. For dW, rows are put in the order
-of their sequences first, and the micro-batch size changes nothing either. Saved for backward: x^T in 8 bits.
+of their sequences first, and the micro-batch size changes nothing either; with more rows than one in a micro-batch that
+costs a copy, and x and dy are quantized twice. Saved for backward: x^T in 8 bits.
 
 On a Hopper GPU these are products of cuBLAS. Elsewhere, and in float64, both operands are dequantized and multiplied in
-float32 (or float64): the same numbers, up to the order of sums, at several times the cost of a plain product.
+float32 (or float64): the same numbers, up to the order of sums.
 """
 
 import weakref
@@ -21,27 +22,33 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType, linear, pad, scaled_mm
 
 from megalith.fusions import Quantized, dequantize, quantize
 from megalith.fusions.core.registration import register_without_gradient
 from megalith.fusions.core.rows import wide
 from megalith.fusions.quantization.quantized import Kind
+from megalith.torch_compat.tensors import is_capturing
 
-__all__ = ["ALIGNMENT", "BLOCK", "BlockwiseProduct", "why_not_fp8"]
+__all__ = ["BlockwiseProduct", "why_not_fp8"]
 
-BLOCK = 128  # numbers that share a scale
-ALIGNMENT = 16  # every size of a product is a multiple of this, for cuBLAS
 _HOPPER = (9, 0)
-_PADDED_SCALES = 4  # cuBLAS reads the scales of a weight in multiples of this, along its input features
+_CUDA = (12, 9)  # whose cuBLAS has these products
+_FOUR = 4  # cuBLAS reads scales in multiples of this: rows of an input, blocks of a weight's inputs
 
 
-def why_not_fp8(device: torch.device) -> str | None:
-    """Returns why ``device`` cannot multiply in 8 bits with scales per block, in one clause; None if it can."""
-    if device.type != "cuda":
+def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns why ``device`` cannot multiply in 8 bits with block scales, in one clause; None if it can.
+
+    ``dtype``: that of the results.
+    """
+    if not _has_products(device, dtype):
         return None  # emulated
     if torch.version.hip is not None:
         return "torch has no such products for AMD GPUs"
+    version = str(torch.version.cuda)
+    if tuple(map(int, version.split("."))) < _CUDA:
+        return f"it needs a torch built for CUDA {_CUDA[0]}.{_CUDA[1]} or later; this one is for CUDA {version}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != _HOPPER:
         name = torch.cuda.get_device_name(device)
@@ -52,13 +59,16 @@ def why_not_fp8(device: torch.device) -> str | None:
 class BlockwiseProduct:
     """A ``MatrixProduct`` in 8 bits. One instance may serve all layers of a model.
 
+    The projections to q, k and v share an input, which is quantized once: the last input's operands are kept until it
+    is freed. Writes that autograd does not see (through ``.data`` or numpy) go unnoticed.
+
     Args:
         wgrad: also compute the gradients of weights in 8 bits; otherwise as a plain product of x and dy.
     """
 
     def __init__(self, *, wgrad: bool = True) -> None:
         self.wgrad = wgrad
-        # the last input and its operands: the projections to q, k and v share one
+        # an input, its version, whether its transpose is among its operands, and these
         self._last: tuple[weakref.ref[Tensor], int, bool, tuple[Tensor, ...]] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,24 +78,25 @@ class BlockwiseProduct:
         too narrow for 8 bits, and computed in the dtype of ``x``.
         """
         if weight.shape[0] == 1:  # the gate of shared experts
-            return torch.nn.functional.linear(x, weight, bias)
+            return linear(x, weight, bias)
         transposes = self.wgrad and weight.requires_grad and torch.is_grad_enabled()
-        y: Tensor = _Blockwise.apply(x, weight, transposes, *self._operands(x, transposes))
+        y: Tensor = _Blockwise.apply(x, weight, transposes, *self._operands_of(x, transposes))
         return y if bias is None else y + bias
 
-    def _operands(self, x: Tensor, transposes: bool) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling():  # which finds common operands itself
-            return _operands(x, transposes)
-        if self._last is not None:
-            last, version, transposed, operands = self._last
-            if last() is x and version == x._version and transposed >= transposes:
-                return operands
-        operands = _operands(x, transposes)
+    def _operands_of(self, x: Tensor, transposes: bool) -> tuple[Tensor, ...]:
+        # a compiler finds common operands itself, and a CUDA graph must hold the work of each replay
+        if torch.compiler.is_compiling() or x.is_inference() or is_capturing():
+            return _quantize_input(x, transposes)
+        last = self._last
+        if last is not None and last[0]() is x and last[1] == x._version and last[2] >= transposes:
+            return last[3]
+        operands = _quantize_input(x, transposes)
         self._last = weakref.ref(x, self._forget), x._version, transposes, operands
         return operands
 
     def _forget(self, dead: "weakref.ref[Tensor]") -> None:
-        if self._last is not None and self._last[0] is dead:
+        last = self._last
+        if last is not None and last[0] is dead:
             self._last = None
 
 
@@ -99,8 +110,8 @@ class _Blockwise(Function):
         ctx.by_sequence = transposes
         kept = operands[2:4] if transposes else (x,)
         ctx.save_for_backward(weight if needs_dx else None, *(kept if needs_dw else ()))
-        y = _product(_of_rows(*operands[:2]), _quantized(weight, "block128x128"), x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        y = _product(_of_rows(*operands[:2]), _quantize(weight, "block128x128"), x.dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -109,11 +120,11 @@ class _Blockwise(Function):
         dx = dw = None
         needs_dw = len(kept) > 0
         transposes = needs_dw and ctx.by_sequence
-        operands = _operands(dy, transposes) if transposes or weight is not None else ()
+        operands = _quantize_input(dy, transposes) if transposes or weight is not None else ()
         if weight is not None:
-            of_weight = _quantized(weight, "block128x128", transpose=True).transposed
-            assert of_weight is not None, "requested"
-            dx = _product(_of_rows(*operands[:2]), of_weight, dy.dtype).view(*dy.shape[:-1], -1)
+            transposed = _quantize(weight, "block128x128", transpose=True).transposed
+            assert transposed is not None, "requested"
+            dx = _product(_of_rows(*operands[:2]), transposed, dy.dtype).view(*dy.shape[:-1], weight.shape[1])
         if transposes:
             dw = _product(_of_rows(*operands[2:]), _of_rows(*kept), dy.dtype)
         elif needs_dw:
@@ -121,7 +132,7 @@ class _Blockwise(Function):
         return dx, dw, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
-def _operands(x: Tensor, transposes: bool) -> tuple[Tensor, ...]:
+def _quantize_input(x: Tensor, transposes: bool) -> tuple[Tensor, ...]:
     """Values [T, F] and scales of ``x``, and, if ``transposes``, values [F, T] and scales of its transpose.
 
     The transpose of [S, B, F] is in the order of sequences: T is B S there.
@@ -129,18 +140,18 @@ def _operands(x: Tensor, transposes: bool) -> tuple[Tensor, ...]:
     x = x.detach()
     rows = x.reshape(-1, x.shape[-1])
     if not transposes:
-        of_rows = _quantized(rows, "block128")
+        of_rows = _quantize(rows, "block128")
         return of_rows.values, of_rows.scale
     in_order = x.dim() < 3 or x.shape[1] == 1
-    of_rows = _quantized(rows, "block128", transpose=in_order)
-    by_sequence = of_rows if in_order else _quantized(x.transpose(0, 1).flatten(0, 1), "block128", transpose=True)
-    of_columns = by_sequence.transposed
-    assert of_columns is not None, "requested"
-    return of_rows.values, of_rows.scale, of_columns.values, of_columns.scale
+    of_rows = _quantize(rows, "block128", transpose=in_order)
+    by_sequence = of_rows if in_order else _quantize(x.transpose(0, 1).flatten(0, 1), "block128", transpose=True)
+    transposed = by_sequence.transposed
+    assert transposed is not None, "requested"
+    return of_rows.values, of_rows.scale, transposed.values, transposed.scale
 
 
-def _quantized(x: Tensor, kind: Kind, *, transpose: bool = False) -> Quantized:
-    """``quantize``; on a CPU as an operator that torch.compile does not trace, which miscompiles the formulas there."""
+def _quantize(x: Tensor, kind: Kind, *, transpose: bool = False) -> Quantized:
+    """``quantize``; on a CPU an operator that torch.compile does not trace: torch 2.13 miscompiles its formulas."""
     return quantize(x, kind, transpose=transpose, backend="blocked" if x.device.type == "cpu" else None)
 
 
@@ -150,46 +161,54 @@ def _of_rows(values: Tensor, scale: Tensor) -> Quantized:
 
 def _product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a b^T for a [M, K] of kind block128, and b [N, K] of kind block128 or block128x128 -> [M, N] in ``dtype``."""
-    if not _in_library(a.values.device, dtype):
-        return _emulate(a.values, a.scale, b.values, b.scale, b.kind, dtype)
-    tiled = b.kind == "block128x128"
-    y: Tensor = scaled_mm(
-        a.values,
-        b.values.t(),
-        _along_rows(a.scale),
-        ScalingType.BlockWise1x128,
-        _padded(b.scale) if tiled else _along_rows(b.scale),
-        ScalingType.BlockWise128x128 if tiled else ScalingType.BlockWise1x128,
-        output_dtype=dtype,
-    )
-    return y
+    return _multiply(a.values, a.scale, b.values, b.scale, b.kind, dtype)
 
 
-def _emulated(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+def _multiplied(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    if _has_products(a.device, dtype):
+        return _by_cublas(a, a_scale, b, b_scale, kind, dtype)
     of_b = Quantized(b, b_scale, "block128x128" if kind == "block128x128" else "block128")
     acc = wide(dtype)
     return (dequantize(_of_rows(a, a_scale), acc) @ dequantize(of_b, acc).t()).to(dtype)
 
 
-def _empty(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+def _result(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
-# an operator that torch.compile does not trace: torch 2.13 miscompiles a block that is not full (inf in dx)
-_emulate = register_without_gradient("emulate_blockwise_product", _emulated, _empty, opaque=True)
+# opaque to torch.compile: torch 2.13 miscompiles the emulation of a block that is not full, and cannot trace the
+# library's product of one
+_multiply = register_without_gradient("blockwise_product", _multiplied, _result, opaque=True)
 
 
-def _in_library(device: torch.device, dtype: torch.dtype) -> bool:
+def _by_cublas(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    M, tiled = a.shape[0], kind == "block128x128"
+    if missing := -M % _FOUR:
+        a = pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
+        a_scale = pad(a_scale, (0, 0, 0, missing))
+    y: Tensor = scaled_mm(
+        a,
+        b.t(),
+        _column_major(a_scale),
+        ScalingType.BlockWise1x128,
+        _of_blocks(b_scale) if tiled else _column_major(b_scale),
+        ScalingType.BlockWise128x128 if tiled else ScalingType.BlockWise1x128,
+        output_dtype=dtype,
+    )
+    return y[:M].contiguous()
+
+
+def _has_products(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float64
 
 
-def _along_rows(scale: Tensor) -> Tensor:
-    """Scales [R, C] with contiguous columns, as ``quantize`` makes them."""
+def _column_major(scale: Tensor) -> Tensor:
+    """Scales [R, C] with strides (1, R), as ``quantize`` returns those of block128."""
     return scale if scale.stride() == (1, scale.shape[0]) else scale.t().contiguous().t()
 
 
-def _padded(scale: Tensor) -> Tensor:
+def _of_blocks(scale: Tensor) -> Tensor:
     """Scales [N, K] of the blocks of a weight as cuBLAS reads them: [K, N], K padded to a multiple of four."""
-    missing = -scale.shape[1] % _PADDED_SCALES
+    missing = -scale.shape[1] % _FOUR
     scale = scale.contiguous()
-    return (torch.nn.functional.pad(scale, (0, missing)) if missing else scale).t()
+    return (pad(scale, (0, missing)) if missing else scale).t()

@@ -20,8 +20,8 @@ class FP8Config(SettingsGroup):
     )
     wgrad: bool = Field(default=True, description="also compute the gradients of weights in 8 bits")
     num_layers_at_start_in_bf16: int = Field(
-        default=0, ge=0, le=LARGEST_SIZE, description="[layers] first ones of each stack that multiply in dtype"
+        default=0, ge=0, le=LARGEST_SIZE, description="[layers] at the start of each stack that stay in precision.dtype"
     )
     num_layers_at_end_in_bf16: int = Field(
-        default=0, ge=0, le=LARGEST_SIZE, description="[layers] last ones of each stack that multiply in dtype"
+        default=0, ge=0, le=LARGEST_SIZE, description="[layers] at the end of each stack that stay in precision.dtype"
     )

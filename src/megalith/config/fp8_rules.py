@@ -1,11 +1,13 @@
-"""Rules on products in 8 bits: what torch can multiply, whole blocks of 128 numbers on every rank, some layers left."""
+"""Rules on products in 8 bits: sizes that torch can multiply, and whole blocks of 128 numbers on every rank."""
 
 from collections.abc import Iterator
+from math import lcm
 from typing import NamedTuple
 
 from megalith.config.draft import Draft, Fix, Violation, divisors, round_up
 
 __all__ = [
+    "fp8_has_no_loss_scale",
     "fp8_leaves_layers",
     "fp8_sequences_are_whole_blocks",
     "fp8_sizes_are_aligned",
@@ -20,6 +22,7 @@ _LENGTH, _LAYERS, _DECODER = "data.seq_length", "model.num_layers", "model.t5.nu
 _HEADS, _GROUPS, _HEAD = "model.num_attention_heads", "model.num_query_groups", "model.kv_channels"
 _LATENT, _ROTATED, _VALUE = "model.mla.kv_lora_rank", "model.mla.qk_rope_head_dim", "model.mla.v_head_dim"
 _NOPE = "model.mla.qk_nope_head_dim"
+_ANSWERS, _EXPERT_LAYERS = "data.decoder_seq_length", "model.moe.layers"
 
 
 class _Features(NamedTuple):
@@ -29,6 +32,17 @@ class _Features(NamedTuple):
     words: str
     size: int
     parts: int = 1
+
+
+def fp8_has_no_loss_scale(run: Draft) -> Iterator[Violation]:
+    """precision.fp8 is not combined with dtype=float16, whose overflow 8 bits would hide from the loss scale."""
+    if run.get(_FP8) is not None and run["precision.dtype"] == "float16":
+        message = (
+            f"{_FP8}={run[_FP8]} cannot be combined with precision.dtype=float16: 8 bits saturate, so that the loss "
+            "scale would not see an overflow"
+        )
+        fixes = ({"precision.dtype": "bfloat16"}, _without(run))
+        yield Violation("fp8_has_no_loss_scale", _FP8, message, fixes)
 
 
 def fp8_sizes_are_aligned(run: Draft) -> Iterator[Violation]:
@@ -60,29 +74,39 @@ def fp8_splits_no_block(run: Draft) -> Iterator[Violation]:
             continue
         message = (
             f"{words} ({size}) must be divisible by {_BLOCK} x {parts} with {_FP8}={run[_FP8]} and {_TENSOR}={tensor}: "
-            "numbers that share a scale are on one rank"
+            "numbers that share a scale must be on one rank"
         )
         fewer = [degree for degree in reversed(divisors(tensor)) if degree < tensor and size // degree % _BLOCK == 0]
         fixes = [{_TENSOR: degree, **({_SEQUENCE: False} if degree == 1 else {})} for degree in fewer]
-        yield Violation("fp8_splits_no_block", setting, message, (*fixes, _without(run)))
+        rounded = [{setting: round_up(size, _BLOCK * parts)}] if words == setting else []
+        yield Violation("fp8_splits_no_block", setting, message, (*rounded, *fixes, _without(run)))
 
 
 def fp8_sequences_are_whole_blocks(run: Draft) -> Iterator[Violation]:
-    """With fp8.wgrad, seq_length is a multiple of 128, and so is each part of a sequence that a rank has."""
+    """With fp8.wgrad, every sequence, and each part of it on a rank, is a multiple of 128 tokens."""
     if run.get(_FP8) is None or not run[_WGRAD]:
         return
-    context, length = run[_CONTEXT], run[_LENGTH]
-    # under sequence parallelism, some layers of latent attention and experts compute a rank's own tokens
+    context = run[_CONTEXT]
+    # with context parallelism a rank has two parts of each sequence; under sequence parallelism, some layers of latent
+    # attention and experts compute a rank's own tokens
     splits_tokens = run[_SEQUENCE] and (run.get(_LATENT) or run.get("model.moe.latent_size"))
-    parts = (2 * context if context > 1 else 1) * (run[_TENSOR] if splits_tokens else 1)
-    if length % (unit := _BLOCK * parts):
+    tensor = run[_TENSOR] if splits_tokens else 1
+    parts = context * lcm(2, tensor) if context > 1 else tensor
+    unit = _BLOCK * parts
+    lengths = {_LENGTH: run[_LENGTH]}
+    if run.get(_DECODER) is not None:
+        lengths[_ANSWERS] = run.get(_ANSWERS)
+    for name, length in lengths.items():
+        if length is not None and length % unit == 0:
+            continue
         among = f", which is in {parts} parts," if parts > 1 else ""
+        given = "unset" if length is None else length
         message = (
-            f"{_LENGTH} ({length}) must be a multiple of {unit} with {_FP8}={run[_FP8]}: for the gradients of weights, "
+            f"{name} ({given}) must be a multiple of {unit} with {_FP8}={run[_FP8]}: for the gradients of weights, "
             f"{_BLOCK} tokens of a sequence{among} share a scale"
         )
-        fixes = ({_LENGTH: round_up(length, unit)}, {_WGRAD: False})
-        yield Violation("fp8_sequences_are_whole_blocks", _LENGTH, message, fixes)
+        fixes = ({name: round_up(length or run[_LENGTH], unit)}, {_WGRAD: False})
+        yield Violation("fp8_sequences_are_whole_blocks", name, message, fixes)
 
 
 def fp8_leaves_layers(run: Draft) -> Iterator[Violation]:
@@ -113,7 +137,8 @@ def _whole(run: Draft) -> list[_Features]:
 def _split(run: Draft) -> list[_Features]:
     """Features that tensor parallelism splits."""
     tensor, heads = run[_TENSOR], run[_HEADS]
-    names = ("model.ffn_hidden_size", "model.moe.shared_ffn_hidden_size")
+    has_mlp = run.get("model.moe.num_experts") is None or not all(run.get(_EXPERT_LAYERS) or (True,))
+    names = (*(("model.ffn_hidden_size",) if has_mlp else ()), "model.moe.shared_ffn_hidden_size")
     found = [_Features(name, name, run[name], tensor) for name in names if run.get(name) is not None]
     found.append(_Features(_HEAD, f"{_HEADS} x {_HEAD}", heads * run[_HEAD], tensor))
     if run.get(_LATENT) is not None:

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from megalith.config.draft import Draft, Unknown, Violation
 from megalith.config.fp8_rules import (
+    fp8_has_no_loss_scale,
     fp8_leaves_layers,
     fp8_sequences_are_whole_blocks,
     fp8_sizes_are_aligned,
@@ -177,6 +178,7 @@ RUN_RULES: tuple[Rule, ...] = (
     recomputed_operations_are_named_once,
     compiler_chooses_what_outputs_are_kept,
     loss_scale_starts_above_its_minimum,
+    fp8_has_no_loss_scale,
     fp8_sizes_are_aligned,
     fp8_splits_no_block,
     fp8_sequences_are_whole_blocks,

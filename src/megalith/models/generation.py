@@ -330,6 +330,7 @@ def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
         and model.stage.has_head
         and config.mla is None
         and (is_plain(model.options.matrix_product) or model.options.matrix_product is inference_linear)
+        and model.options.layer_product is None
         and all(type(module).__module__.startswith(("megalith.", "torch.nn.")) for module in model.modules())
         and not any("forward" in vars(module) for module in model.modules())
         and all(type(weight) is nn.Parameter and weight.device.type == "cpu" for weight in model.parameters())

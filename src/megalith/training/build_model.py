@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megalith.acceleration.fp8_utils import BlockwiseProduct
+from megalith.acceleration.fp8_utils import BlockwiseProduct, why_not_fp8
 from megalith.acceleration.recompute import DiscardableOutput, discard_outputs_, recompute_modules_
 from megalith.config import RunConfig
 from megalith.config.experimental import require
@@ -32,6 +32,7 @@ from megalith.transformer.stage import Stage
 __all__ = [
     "DTYPES",
     "build_pipeline",
+    "check_products",
     "layer_product",
     "param_dtype",
     "placement_of_run",
@@ -51,6 +52,13 @@ DTYPES = {
 def param_dtype(config: RunConfig) -> torch.dtype:
     """Returns the dtype of parameters, gradients and optimizer state: float32, or the compute dtype if wider."""
     return torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
+
+
+def check_products(config: RunConfig, device: torch.device) -> None:
+    """Raises ConfigError if the run multiplies in 8 bits and ``device`` cannot."""
+    fp8 = config.precision.fp8
+    if fp8 is not None and (reason := why_not_fp8(device, DTYPES[config.precision.dtype])):
+        raise ConfigError(f"precision.fp8.recipe={fp8.recipe} cannot run here: {reason}; use precision.fp8=null")
 
 
 def layer_product(config: RunConfig, plain: MatrixProduct = linear) -> LayerProduct | None:

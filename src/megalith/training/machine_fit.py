@@ -5,7 +5,6 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from megalith.acceleration.fp8_utils import why_not_fp8
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
 from megalith.observe.machine import memory_bytes
@@ -14,7 +13,7 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.process_groups_config import Family, ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
-from megalith.training.build_model import param_dtype, placement_of_run, stages_of
+from megalith.training.build_model import check_products, param_dtype, placement_of_run, stages_of
 from megalith.training.exchange_sizes import symmetric_sizes
 from megalith.training.process_group import choose_device
 from megalith.training.tasks.choose import task_of
@@ -79,9 +78,7 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     buffers = 0 if sizes is None else sizes.num_bytes  # on every rank, even for stages without experts
     held = [along_pipeline[grid.position("pp", rank)].total + buffers for rank in local_ranks]
     device, num_local_ranks = choose_device(), len(local_ranks)
-    if config.precision.fp8 is not None and (reason := why_not_fp8(device)):
-        given = f"precision.fp8.recipe={config.precision.fp8.recipe}"
-        raise ConfigError(f"{given} cannot run here: {reason}; use precision.fp8=null")
+    check_products(config, device)
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
             raise ConfigError(

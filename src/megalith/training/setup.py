@@ -35,7 +35,7 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
-from megalith.training.build_model import build_pipeline, layer_product, param_dtype, placement_of_run
+from megalith.training.build_model import build_pipeline, check_products, layer_product, param_dtype, placement_of_run
 from megalith.training.continuity import check_ranks_have_one_recipe, data_identity
 from megalith.training.exchange_sizes import symmetric_sizes, travelling_size
 from megalith.training.loop import Callback
@@ -73,12 +73,13 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     """Builds a run at step 0 with freshly initialized weights. Requires the default process group.
 
     Raises:
-        ConfigError: on every rank, if settings differ between ranks, if a custom matrix product is combined with a
-            schedule that splits the backward or with products in 8 bits, or if the task, the model or the optimizer
-            rejects the settings.
+        ConfigError: on every rank, if settings differ between ranks, if ``device`` has no products in 8 bits and the
+            run asks for them, if a custom matrix product is combined with a schedule that splits the backward or with
+            products in 8 bits, or if the task, the model or the optimizer rejects the settings.
     """
     parts = parts or RunParts()
     check_ranks_have_one_recipe(config)
+    check_products(config, device)
     product = _matrix_product(config, parts)
     # torch fills uninitialized memory only in deterministic mode
     set_determinism(config.train.deterministic or config.train.poison_buffers)

@@ -180,6 +180,14 @@ def test_shapes_are_those_of_the_page(kind, scale, transposed, path, device):
     assert dequantize(quantized.transposed).shape == rows
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_scales_of_block128_are_column_major(path, device):
+    quantized = quantize(torch.randn(6, 50, 300, device=device), "block128", transpose=True, backend=path)
+    assert quantized.transposed is not None
+    assert (quantized.scale.shape, quantized.scale.stride()) == ((6, 50, 3), (50, 1, 300))
+    assert (quantized.transposed.scale.shape, quantized.transposed.scale.stride()) == ((300, 3), (1, 300))
+
+
 @in_interpreter
 @pytest.mark.parametrize("kind", ["row", "mxfp8"])
 def test_rows_are_addressed_in_64_bits(kind, tmp_path):

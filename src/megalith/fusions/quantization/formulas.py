@@ -31,6 +31,8 @@ def reference(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outp
     elif transpose:
         values_t, scale_t = _quantize_rows(x.mT, kind, dtype, amax_of_all)
     tensor_scale = _tensor_scale(amax_of_all) if kind == "nvfp4" else none.float()
+    if kind == "block128":
+        scale, scale_t = (one.mT.contiguous().mT if one.dim() > 1 else one for one in (scale, scale_t))
     return values, scale, tensor_scale, values_t, scale_t
 
 

@@ -98,7 +98,8 @@ class Quantized:
             the even column in the low bits.
         scale: factors for the values. In float32 for tensor [], row [..., 1], block128 [..., H/128] and block128x128
             [..., R/128, H/128]; mxfp8: [..., H/32] in float8_e8m0fnu; nvfp4: [..., H/16] in float8_e4m3fn. Sizes are
-            rounded up: the last block may be smaller. Those of block128 are contiguous along the rows.
+            rounded up: the last block may be smaller. Those of block128 are column-major:
+            strides (1, R) for R rows.
         kind: which values share a scale.
         tensor_scale: [] in float32, for nvfp4 only.
         transposed: the transpose, quantized along its own rows, if requested.
@@ -147,7 +148,7 @@ def outputs_of(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Out
     tensor_scale       [] in float32, for nvfp4
     values_t, scale_t  for ``x.mT``; if its scales are those of ``x``, only values
 
-    Scales of block128 lie column by column, [N, H/128, R] in memory, as cuBLAS's products read them.
+    Scales of block128 are column-major, [N, H/128, R] in memory, as cuBLAS's products read them.
     """
     N, R, H = x.shape
     layout = LAYOUTS[kind]
