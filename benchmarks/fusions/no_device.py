@@ -26,7 +26,7 @@ def can_launch_nowhere() -> bool:
 def launching_nowhere() -> Iterator[None]:
     """Inside the block, Triton compiles for an H100 and launches nothing; tensors may be on the CPU.
 
-    A launch costs the host what Triton's own does, less the call into CUDA.
+    A launch costs the host what Triton's own does, less its launcher in C, which reads the arguments and calls CUDA.
     """
     from triton.runtime import driver
 

@@ -1,5 +1,6 @@
 """Products of linear layers in 8 bits, with a scale per block, compared with plain ones in bfloat16."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from benchmarks.fusions.clock import Clock, memory_of
 from benchmarks.restartable import Item, Line
+from megalith.acceleration import fp8_utils
 from megalith.acceleration.fp8_utils import BlockwiseProduct, why_not_fp8
 from megalith.fusions import quantize
 from megalith.parallel.build_options import MatrixProduct
@@ -19,7 +21,7 @@ _REPEATS = 10
 
 
 class _Sizes(NamedTuple):
-    """S tokens of B rows, features in and out."""
+    """B sequences of S tokens, features in and out."""
 
     S: int
     B: int
@@ -52,7 +54,10 @@ def items(tiny: bool) -> list[Item]:
 
 
 def fp8(contender: str, sizes: tuple[int, ...], device: str) -> Line:
-    """Seconds, TFLOP/s and peak memory of a product and its gradients; its distance from a plain one in float32."""
+    """Seconds, TFLOP/s and peak memory of a product and its gradients; its distance from a plain one in float32.
+
+    Of quantization alone: seconds of the input, as forward quantizes it, and of the weight in forward and backward.
+    """
     if (reason := why_not_fp8(torch.device(device), torch.bfloat16)) and contender != _PLAIN:
         return {"skipped": reason}
     shape, dtype = _Sizes(*sizes), torch.bfloat16
@@ -62,12 +67,12 @@ def fp8(contender: str, sizes: tuple[int, ...], device: str) -> Line:
     dy = torch.randn(shape.S, shape.B, shape.OUT, device=device, dtype=dtype)
     clock, repeats = Clock(device), _REPEATS if device == "cuda" else 1
     if contender == _QUANTIZE:
-        quantized = x.detach().flatten(0, 1), weight.detach()
-        seconds = [
-            clock.seconds(lambda one=one, kind=kind: quantize(one, kind, transpose=True), repeats)
-            for one, kind in zip(quantized, ("block128", "block128x128"), strict=True)
-        ]
-        return {"input_seconds": seconds[0], "weight_seconds": seconds[1]}
+        calls: dict[str, Callable[[], object]] = {
+            "input": lambda: fp8_utils._quantize_input(x, True),
+            "weight": lambda: quantize(weight, "block128x128"),
+            "weight_transposed": lambda: quantize(weight, "block128x128", transpose=True),
+        }
+        return {f"{name}_seconds": clock.seconds(call, repeats) for name, call in calls.items()}
     product: MatrixProduct = linear if contender == _PLAIN else BlockwiseProduct(wgrad=contender == _FP8)
 
     def forward() -> Tensor:

@@ -1,4 +1,4 @@
-"""Products in 8 bits: those of the quantized operands, with scales that follow from one block each."""
+"""FP8 linear layers: products of the quantized operands, with scales that follow from one block each."""
 
 import gc
 import re
@@ -134,6 +134,12 @@ def test_a_bias_is_added_and_has_a_gradient():
     assert torch.equal(torch.autograd.grad(y, bias, dy)[0], dy.sum((0, 1)))
 
 
+def test_the_result_may_be_written_into():
+    x, weight, _ = operands()
+    want = 2.0 * BlockwiseProduct()(x, weight, None)
+    assert torch.equal(BlockwiseProduct()(x, weight, None).mul_(2.0), want)
+
+
 def test_one_output_is_not_quantized():
     x, weight, _ = operands()
     assert torch.equal(BlockwiseProduct()(x, weight[:1], None), linear(x, weight[:1]))
@@ -167,8 +173,16 @@ def test_compiled_as_a_whole_it_gives_the_same():
         assert (got - want).norm() < 1e-6 * want.norm()
 
 
-@pytest.mark.parametrize(("num_rows", "num_odd"), [(1, 0), (B, 0), (1, 5)])
-def test_the_library_gets_operands_and_scales_as_it_reads_them(num_rows, num_odd):
+def assert_column_major(scale: Tensor, num_rows: int, num_columns: int) -> None:
+    assert scale.shape == (num_rows, num_columns)
+    assert scale.stride(0) == 1
+    assert scale.stride(1) == num_rows or (num_columns == scale.stride(1) == 1)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_odd", "num_inputs"), [(1, 0, IN), (B, 0, IN), (1, 5, IN), (1, 0, 128), (1, 5, 80)]
+)
+def test_the_library_gets_operands_and_scales_as_it_reads_them(num_rows, num_odd, num_inputs):
     """By the checks of torch's operator, ATen/native/cuda/ScaledBlas.cpp; and rows in multiples of four."""
     called = []
 
@@ -180,9 +194,9 @@ def test_the_library_gets_operands_and_scales_as_it_reads_them(num_rows, num_odd
         assert K % 16 == N % 16 == 0
         assert M % 4 == 0
         assert recipe_a == ScalingType.BlockWise1x128
-        assert (scale_a.shape, scale_a.stride()) == ((M, blocks), (1, M))
+        assert_column_major(scale_a, M, blocks)
         if recipe_b == ScalingType.BlockWise1x128:
-            assert (scale_b.shape, scale_b.stride()) == ((N, blocks), (1, N))
+            assert_column_major(scale_b, N, blocks)
         else:
             padded = -(-blocks // 4) * 4
             assert recipe_b == ScalingType.BlockWise128x128
@@ -196,10 +210,11 @@ def test_the_library_gets_operands_and_scales_as_it_reads_them(num_rows, num_odd
         return (left @ right.t()).to(output_dtype)
 
     x, weight, dy = operands(torch.float32, num_rows=num_rows)
-    x = x.detach()[: S - num_odd].requires_grad_()
+    x = x.detach()[: S - num_odd, :, :num_inputs].requires_grad_()
+    weight = weight.detach()[:, :num_inputs].contiguous().requires_grad_()
     product, dy = BlockwiseProduct(wgrad=not num_odd), dy[: S - num_odd]
     want = results(product, x, weight, dy)
-    with patch.object(fp8_utils, "scaled_mm", scaled_mm), patch.object(fp8_utils, "_has_products", lambda *_: True):
+    with patch.object(fp8_utils, "scaled_mm", scaled_mm), patch.object(fp8_utils, "_uses_cublas", lambda *_: True):
         got = results(product, x, weight, dy)
     tiled, rows = ScalingType.BlockWise128x128, ScalingType.BlockWise1x128
     assert called == ([tiled, tiled] if num_odd else [tiled, tiled, rows])
@@ -214,7 +229,7 @@ def test_a_gpu_computes_the_same(dtype, num_rows, num_odd):
     x, weight, dy = operands(dtype, "cuda", num_rows)
     x, dy = x.detach()[: S - num_odd].requires_grad_(), dy[: S - num_odd]
     of_gpu = results(BlockwiseProduct(wgrad=not num_odd), x, weight, dy)
-    with patch.object(fp8_utils, "_has_products", lambda *_: False):
+    with patch.object(fp8_utils, "_uses_cublas", lambda *_: False):
         emulated = results(BlockwiseProduct(wgrad=not num_odd), x, weight, dy)
     for got, want in zip(of_gpu, emulated, strict=True):
         assert (got.double() - want.double()).norm() < 4e-3 * want.double().norm()
@@ -226,8 +241,8 @@ def test_a_gpu_computes_the_same(dtype, num_rows, num_odd):
         ((9, 0), "13.0", None),
         ((9, 0), "12.9", None),
         ((9, 0), "12.8", "a torch built for CUDA 12.9 or later; this one is for CUDA 12.8"),
-        ((8, 9), "13.0", "only GPUs of compute capability 9.0 .*NVIDIA X has 8.9"),
-        ((10, 0), "13.0", "NVIDIA X has 10.0"),
+        ((8, 9), "13.0", r"a Hopper GPU .*, and NVIDIA X has 8\.9"),
+        ((10, 0), "13.0", r"NVIDIA X has 10\.0"),
     ],
 )
 def test_a_gpu_or_a_torch_without_such_products_is_named(capability, cuda, refusal, monkeypatch):

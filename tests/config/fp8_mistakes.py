@@ -1,4 +1,4 @@
-"""Mistakes in settings of products in 8 bits."""
+"""Mistakes in settings of FP8 training."""
 
 from tests.config.mistake import Mistake
 
@@ -68,20 +68,20 @@ FP8_MISTAKES = [
     ),
     Mistake(
         {**FP8, "parallel.context": 2},
-        r"seq_length \(256\) must be a multiple of 512 .* 128 tokens of a sequence, which is in 4 parts, share a scale",
+        r"seq_length \(256\) must be a multiple of 512 .* of a sequence share a scale in each of its 4 parts",
         4,
     ),
     Mistake(
         {**FP8, **LATENT, "model.mla.qk_nope_head_dim": 64, "model.mla.qk_rope_head_dim": 64}
         | {"data.seq_length": 128, **TENSOR, "parallel.sequence": True},
-        r"seq_length \(128\) must be a multiple of 256 .*, which is in 2 parts, share a scale",
+        r"seq_length \(128\) must be a multiple of 256 .* share a scale in each of its 2 parts",
         4,
     ),
     # a rank has one chunk of 128 tokens, then less
     Mistake(
         {**FP8, **LATENT, "model.mla.qk_nope_head_dim": 64, "model.mla.qk_rope_head_dim": 64}
         | {"data.seq_length": 256, **TENSOR, "parallel.sequence": True, "parallel.context": 2},
-        r"seq_length \(256\) must be a multiple of 512 .*, which is in 4 parts, share a scale",
+        r"seq_length \(256\) must be a multiple of 512 .* share a scale in each of its 4 parts",
         4,
     ),
     Mistake(
@@ -93,7 +93,7 @@ FP8_MISTAKES = [
     ),
     Mistake(
         {**FP8, "precision.dtype": "float16"},
-        r"precision.fp8.recipe=blockwise cannot be combined with precision.dtype=float16: 8 bits saturate, so that the "
+        r"precision.fp8.recipe=blockwise cannot be combined with precision.dtype=float16: FP8 saturates, so that the "
         r"loss scale would not see an overflow; use precision.dtype=bfloat16",
     ),
     Mistake(
@@ -102,7 +102,7 @@ FP8_MISTAKES = [
     ),
     Mistake(
         {**FP8, "parallel.pipeline": 2, "parallel.schedule": "zero_bubble"},
-        r"precision.fp8.recipe=blockwise cannot be combined with parallel.schedule=zero_bubble: a product in 8 bits",
+        r"precision.fp8.recipe=blockwise cannot be combined with parallel.schedule=zero_bubble: an FP8 linear layer",
         4,
     ),
 ]

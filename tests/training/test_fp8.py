@@ -1,4 +1,4 @@
-"""Training with products in 8 bits: the same numbers in every layout, nearly the losses of plain products."""
+"""FP8 training: the same numbers in every layout, nearly the losses of plain products."""
 
 from pathlib import Path
 from statistics import mean
@@ -170,7 +170,7 @@ def test_a_run_without_such_products_here_is_refused(tmp_path, monkeypatch):
         lambda: machine_fit.check_machine(config, 1, range(1)),
         lambda: build_run(config, torch.device("cpu")),
     ):
-        with pytest.raises(ConfigError, match=r"blockwise cannot run here: it is too old; use precision\.fp8=null"):
+        with pytest.raises(ConfigError, match=r"cannot run here: it is too old; remove precision\.fp8, and fp8 from"):
             check()
 
 

@@ -1,18 +1,18 @@
-"""FP8 linear layers: products in 8 bits with block scales, 1x128 and 128x128 ("blockwise").
+"""FP8 linear layers: GEMMs in 8 bits with block scales, 1x128 and 128x128 ("blockwise").
 
     y = Q(x) Q(W)^T + b        dx = Q(dy) Q(W)        dW = Q(dy^T) Q(x^T)^T
 
 Q rounds to float8_e4m3fn. x and dy have a scale per 128 numbers of a row; W one per 128 x 128 numbers, so that W and
-its transpose round alike; for dW, x^T and dy^T have one per 128 tokens of a sequence. Products are summed in float32
-and rounded once. DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 3.3.
+its transpose round alike; for dW, x^T and dy^T have one per 128 tokens of a sequence. DeepSeek-AI 2024, "DeepSeek-V3
+Technical Report", arXiv:2412.19437, section 3.3.
 
 A scale depends on one block alone, so a layout that does not split a block computes the same numbers: there is no
-largest magnitude to agree on between ranks, and none to remember from step to step. For dW, rows are put in the order
-of their sequences first, and the micro-batch size changes nothing either; with more rows than one in a micro-batch that
-costs a copy, and x and dy are quantized twice. Saved for backward: x^T in 8 bits.
+largest magnitude to agree on between ranks, and none to remember from step to step. For dW, tokens are put in the order
+of their sequences first, and the micro-batch size changes nothing either; with more than one sequence per micro-batch
+that costs a copy, and x and dy are quantized twice. Saved for backward: x^T in 8 bits.
 
-On a Hopper GPU these are products of cuBLAS. Elsewhere, and in float64, both operands are dequantized and multiplied in
-float32 (or float64): the same numbers, up to the order of sums.
+On a Hopper GPU the GEMMs, and with them the accumulation, are cuBLAS's. On a CPU, and in float64 on any device, they
+are emulated: both operands are dequantized and multiplied in float32 (or float64). Either rounds the result once.
 """
 
 import weakref
@@ -26,7 +26,7 @@ from torch.nn.functional import ScalingType, linear, pad, scaled_mm
 
 from megalith.fusions import Quantized, dequantize, quantize
 from megalith.fusions.core.registration import register_without_gradient
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import not_a_view, wide
 from megalith.fusions.quantization.quantized import Kind
 from megalith.torch_compat.tensors import is_capturing
 
@@ -34,30 +34,30 @@ __all__ = ["BlockwiseProduct", "why_not_fp8"]
 
 _HOPPER = (9, 0)
 _CUDA = (12, 9)  # whose cuBLAS has these products
-_FOUR = 4  # cuBLAS reads scales in multiples of this: rows of an input, blocks of a weight's inputs
+_SCALES = 4  # cuBLAS reads scales in multiples of this: rows of an input, blocks of a weight's inputs
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns why ``device`` cannot multiply in 8 bits with block scales, in one clause; None if it can.
+    """Returns why ``device`` cannot run block-scaled FP8 GEMMs, in one clause; None if it can, or emulates them.
 
     ``dtype``: that of the results.
     """
-    if not _has_products(device, dtype):
-        return None  # emulated
+    if not _uses_cublas(device, dtype):
+        return None
     if torch.version.hip is not None:
-        return "torch has no such products for AMD GPUs"
+        return "torch has no block-scaled FP8 GEMM for AMD GPUs"
     version = str(torch.version.cuda)
     if tuple(map(int, version.split("."))) < _CUDA:
         return f"it needs a torch built for CUDA {_CUDA[0]}.{_CUDA[1]} or later; this one is for CUDA {version}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != _HOPPER:
         name = torch.cuda.get_device_name(device)
-        return f"only GPUs of compute capability 9.0 (H100, H200) have such products; {name} has {major}.{minor}"
+        return f"it needs a Hopper GPU (H100, H200; compute capability 9.0), and {name} has {major}.{minor}"
     return None
 
 
 class BlockwiseProduct:
-    """A ``MatrixProduct`` in 8 bits. One instance may serve all layers of a model.
+    """An FP8 ``MatrixProduct``. One instance may serve all layers of a model.
 
     The projections to q, k and v share an input, which is quantized once: the last input's operands are kept until it
     is freed. Writes that autograd does not see (through ``.data`` or numpy) go unnoticed.
@@ -111,7 +111,7 @@ class _Blockwise(Function):
         kept = operands[2:4] if transposes else (x,)
         ctx.save_for_backward(weight if needs_dx else None, *(kept if needs_dw else ()))
         y = _product(_of_rows(*operands[:2]), _quantize(weight, "block128x128"), x.dtype)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return not_a_view(y.view(*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
@@ -165,7 +165,7 @@ def _product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def _multiplied(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    if _has_products(a.device, dtype):
+    if _uses_cublas(a.device, dtype):
         return _by_cublas(a, a_scale, b, b_scale, kind, dtype)
     of_b = Quantized(b, b_scale, "block128x128" if kind == "block128x128" else "block128")
     acc = wide(dtype)
@@ -183,7 +183,7 @@ _multiply = register_without_gradient("blockwise_product", _multiplied, _result,
 
 def _by_cublas(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     M, tiled = a.shape[0], kind == "block128x128"
-    if missing := -M % _FOUR:
+    if missing := -M % _SCALES:
         a = pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
         a_scale = pad(a_scale, (0, 0, 0, missing))
     y: Tensor = scaled_mm(
@@ -195,20 +195,20 @@ def _by_cublas(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, kind: str
         ScalingType.BlockWise128x128 if tiled else ScalingType.BlockWise1x128,
         output_dtype=dtype,
     )
-    return y[:M].contiguous()
+    return y[:M]
 
 
-def _has_products(device: torch.device, dtype: torch.dtype) -> bool:
+def _uses_cublas(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float64
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    """Scales [R, C] with strides (1, R), as ``quantize`` returns those of block128."""
+    """Scales [R, C] with strides (1, R), as ``quantize`` returns those of block128; (1, 1) will do for one column."""
     return scale if scale.stride() == (1, scale.shape[0]) else scale.t().contiguous().t()
 
 
 def _of_blocks(scale: Tensor) -> Tensor:
     """Scales [N, K] of the blocks of a weight as cuBLAS reads them: [K, N], K padded to a multiple of four."""
-    missing = -scale.shape[1] % _FOUR
+    missing = -scale.shape[1] % _SCALES
     scale = scale.contiguous()
     return (pad(scale, (0, missing)) if missing else scale).t()

@@ -11,7 +11,7 @@ __all__ = ["FEATURES", "USED_BY", "refusal", "require"]
 FEATURES: Mapping[str, str] = MappingProxyType(
     {
         "compile": "torch.compile of the transformer layers",
-        "fp8": "products in 8 bits, not yet run on a GPU",
+        "fp8": "FP8 training, not yet run on a GPU",
         "deep_ep": "DeepEP's fused dispatch and combine, not yet tested on several GPUs",
         "symmetric_memory": "dispatch and combine through torch's symmetric memory, not yet tested on several GPUs",
     }

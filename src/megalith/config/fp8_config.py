@@ -1,4 +1,4 @@
-"""Products in 8 bits: the recipe, and what is left out of it."""
+"""FP8 training: the recipe, and what is left out of it."""
 
 from typing import ClassVar, Literal
 
@@ -10,7 +10,7 @@ __all__ = ["FP8Config"]
 
 
 class FP8Config(SettingsGroup):
-    """Linear layers of the transformer layers multiply in 8 bits; experts, router and output projection do not."""
+    """FP8 GEMMs in the linear layers of transformer layers; experts, router and output projection have none."""
 
     dotted_name: ClassVar[str] = "precision.fp8"
 
@@ -18,7 +18,7 @@ class FP8Config(SettingsGroup):
         description="blockwise: a scale per 128 numbers (DeepSeek-AI 2024, arXiv:2412.19437) (experimental: fp8)",
         examples=["blockwise"],
     )
-    wgrad: bool = Field(default=True, description="also compute the gradients of weights in 8 bits")
+    wgrad: bool = Field(default=True, description="also compute the gradients of weights in FP8")
     num_layers_at_start_in_bf16: int = Field(
         default=0, ge=0, le=LARGEST_SIZE, description="[layers] at the start of each stack that stay in precision.dtype"
     )

@@ -1,4 +1,4 @@
-"""Rules on products in 8 bits: sizes that torch can multiply, and whole blocks of 128 numbers on every rank."""
+"""Rules on FP8 training: sizes that the GEMMs take, and whole blocks of 128 numbers on every rank."""
 
 from collections.abc import Iterator
 from math import lcm
@@ -35,10 +35,10 @@ class _Features(NamedTuple):
 
 
 def fp8_has_no_loss_scale(run: Draft) -> Iterator[Violation]:
-    """precision.fp8 is not combined with dtype=float16, whose overflow 8 bits would hide from the loss scale."""
+    """precision.fp8 is not combined with dtype=float16, whose overflow FP8 would hide from the loss scale."""
     if run.get(_FP8) is not None and run["precision.dtype"] == "float16":
         message = (
-            f"{_FP8}={run[_FP8]} cannot be combined with precision.dtype=float16: 8 bits saturate, so that the loss "
+            f"{_FP8}={run[_FP8]} cannot be combined with precision.dtype=float16: FP8 saturates, so that the loss "
             "scale would not see an overflow"
         )
         fixes = ({"precision.dtype": "bfloat16"}, _without(run))
@@ -99,11 +99,11 @@ def fp8_sequences_are_whole_blocks(run: Draft) -> Iterator[Violation]:
     for name, length in lengths.items():
         if length is not None and length % unit == 0:
             continue
-        among = f", which is in {parts} parts," if parts > 1 else ""
+        among = f" in each of its {parts} parts" if parts > 1 else ""
         given = "unset" if length is None else length
         message = (
             f"{name} ({given}) must be a multiple of {unit} with {_FP8}={run[_FP8]}: for the gradients of weights, "
-            f"{_BLOCK} tokens of a sequence{among} share a scale"
+            f"{_BLOCK} tokens of a sequence share a scale{among}"
         )
         fixes = ({name: round_up(length or run[_LENGTH], unit)}, {_WGRAD: False})
         yield Violation("fp8_sequences_are_whole_blocks", name, message, fixes)

@@ -53,7 +53,7 @@ def split_backwards_split_every_product(run: Draft) -> Iterator[Violation]:
     schedule = run[_SCHEDULE]
     if run[_PIPELINE] == 1 or schedule not in _SPLITTING:
         return
-    together = ((_COMPILE, "a compiled layer"), (_FUSED_LOSS, "the fused loss"), (_FP8, "a product in 8 bits"))
+    together = ((_COMPILE, "a compiled layer"), (_FUSED_LOSS, "the fused loss"), (_FP8, "an FP8 linear layer"))
     for setting, what in together:
         if value := run.get(setting):
             given = f"{setting}={'true' if value is True else value}"

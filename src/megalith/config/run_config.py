@@ -234,14 +234,14 @@ class LossScaleConfig(SettingsGroup):
 
 
 class PrecisionConfig(SettingsGroup):
-    """The dtype of the computation, products in 8 bits, and loss scaling."""
+    """The dtype of the computation, FP8 training, and loss scaling."""
 
     dotted_name: ClassVar[str] = "precision"
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
         default="float32", description="dtype of the computation"
     )
-    fp8: FP8Config | None = Field(default=None, description="products in 8 bits")
+    fp8: FP8Config | None = Field(default=None, description="FP8 training")
     loss_scale: LossScaleConfig | None = Field(default=None, description="dynamic loss scaling for float16")
 
 

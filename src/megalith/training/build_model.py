@@ -55,14 +55,17 @@ def param_dtype(config: RunConfig) -> torch.dtype:
 
 
 def check_products(config: RunConfig, device: torch.device) -> None:
-    """Raises ConfigError if the run multiplies in 8 bits and ``device`` cannot."""
+    """Raises ConfigError if the run trains in FP8 and ``device`` cannot."""
     fp8 = config.precision.fp8
     if fp8 is not None and (reason := why_not_fp8(device, DTYPES[config.precision.dtype])):
-        raise ConfigError(f"precision.fp8.recipe={fp8.recipe} cannot run here: {reason}; use precision.fp8=null")
+        raise ConfigError(
+            f"precision.fp8.recipe={fp8.recipe} cannot run here: {reason}; remove precision.fp8, and fp8 from "
+            "`experimental`"
+        )
 
 
 def layer_product(config: RunConfig, plain: MatrixProduct = linear) -> LayerProduct | None:
-    """Returns what chooses the matrix product of a layer: in 8 bits, or ``plain`` in those left out of that.
+    """Returns what chooses the matrix product of a layer: in FP8, or ``plain`` in layers that stay in precision.dtype.
 
     None if all layers take the model's. Raises ExperimentalError unless the feature is enabled.
     """

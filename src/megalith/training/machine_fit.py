@@ -1,4 +1,4 @@
-"""Checks that this machine can run the first step: a GPU for each rank, its products, and memory for the state."""
+"""Checks that this machine can run the first step: a GPU for each rank, FP8, and memory for the state."""
 
 from collections import Counter
 from dataclasses import astuple, dataclass
@@ -64,7 +64,7 @@ def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[
 
 
 def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
-    """Rejects a run that cannot start: no products in 8 bits, more ranks than GPUs, or a state larger than the memory.
+    """Rejects a run that cannot start: no FP8, more ranks than GPUs, or a state larger than the memory.
 
     ``local_ranks`` are those of this machine. A run that passes may still be too large, because activations and the
     libraries' own memory are not counted.

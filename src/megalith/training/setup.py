@@ -73,9 +73,9 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     """Builds a run at step 0 with freshly initialized weights. Requires the default process group.
 
     Raises:
-        ConfigError: on every rank, if settings differ between ranks, if ``device`` has no products in 8 bits and the
-            run asks for them, if a custom matrix product is combined with a schedule that splits the backward or with
-            products in 8 bits, or if the task, the model or the optimizer rejects the settings.
+        ConfigError: on every rank, if settings differ between ranks, if the run trains in FP8 and ``device`` cannot, if
+            a custom matrix product is combined with FP8 or with a schedule that splits the backward, or if the task,
+            the model or the optimizer rejects the settings.
     """
     parts = parts or RunParts()
     check_ranks_have_one_recipe(config)

@@ -1,8 +1,7 @@
 """Sizes of tiles and numbers of programs, computed by launchers on the host.
 
-Triton has functions with these names for host and kernels; since 3.6 a call on the host takes microseconds, because it
-first unwraps the kernel's constants. A rotation of queries and keys and its gradient made twenty such calls, which was
-a quarter of its time on the host.
+Triton has functions with these names for host and kernels. Since 3.6 they take microseconds on the host, because they
+first unwrap a kernel's constants, and some launchers need ten of them.
 """
 
 __all__ = ["cdiv", "next_power_of_2"]

@@ -99,7 +99,7 @@ class Quantized:
         scale: factors for the values. In float32 for tensor [], row [..., 1], block128 [..., H/128] and block128x128
             [..., R/128, H/128]; mxfp8: [..., H/32] in float8_e8m0fnu; nvfp4: [..., H/16] in float8_e4m3fn. Sizes are
             rounded up: the last block may be smaller. Those of block128 are column-major:
-            strides (1, R) for R rows.
+            strides (1, R) for R rows and more than one column.
         kind: which values share a scale.
         tensor_scale: [] in float32, for nvfp4 only.
         transposed: the transpose, quantized along its own rows, if requested.
