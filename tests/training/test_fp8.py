@@ -174,6 +174,11 @@ def test_a_run_without_such_products_here_is_refused(tmp_path, monkeypatch):
             check()
 
 
+def test_the_fused_loss_is_that_of_plain_logits(tmp_path):
+    fused, unfused = (steps(in_8_bits(tmp_path, train={"fused_linear_cross_entropy": on})) for on in (True, False))
+    assert differences(fused, unfused) == []
+
+
 def refused_with_a_product_of_its_own(tree: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         build_run(load_run(tree, world_size=1), torch.device("cpu"), RunParts(matrix_product=torch.matmul))

@@ -63,7 +63,8 @@ class BuildOptions:
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.pg_collection.size("tp") > 1)
 
     def of_layer(self, index: int, num_layers: int) -> "BuildOptions":
-        """The options of the layer ``index`` of a stack: those of the model, with the layer's matrix product."""
+        """The options of the layer ``index`` of a stack: the layer's matrix product, and no loss to fuse."""
         if self.layer_product is None:
             return self
-        return replace(self, matrix_product=self.layer_product(index, num_layers), layer_product=None)
+        product = self.layer_product(index, num_layers)
+        return replace(self, matrix_product=product, layer_product=None, fused_linear_cross_entropy=False)
