@@ -37,6 +37,7 @@ WHOLE = [(ZERO_BUBBLE, {"pipeline": 2}), (V, {"pipeline": 2, "virtual": 2})]
     ("dtype", "recompute", "shards"),
     [
         ("bfloat16", "none", 1),
+        ("float64", "none", 1),
         pytest.param("float64", "full", 2, marks=pytest.mark.slow),
         pytest.param("bfloat16", "selective", 2, marks=pytest.mark.slow),
     ],

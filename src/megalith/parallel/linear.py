@@ -27,7 +27,7 @@ from megalith.torch_compat.tensors import (
     multiplies_natively,
 )
 
-__all__ = ["is_plain", "linear"]
+__all__ = ["input_gradient", "is_plain", "linear", "weight_gradient"]
 
 _SMALLEST_OUTPUT = 2**20  # elements; with fewer, a Function in Python costs more than oneDNN gains
 _FEWEST_PRODUCTS = 2**26  # of float32 numbers; with fewer, the same
@@ -41,6 +41,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     else:
         y = nn.functional.linear(x, weight, bias)
     return y
+
+
+def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies dy [..., out] by ``weight`` [out, in] -> dx [..., in], bit by bit what ``linear``'s backward returns.
+
+    As one matrix of rows: torch multiplies a batch that is not contiguous matrix by matrix, and may round otherwise.
+    """
+    return linear(_rows(dy), weight.t(), None).view(*dy.shape[:-1], weight.shape[1])
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """Multiplies the transpose of dy [..., out] by x [..., in] -> dW [out, in], as ``linear``'s backward does."""
+    dy, x = _rows(dy), _rows(x)
+    if dy.shape[1] > x.shape[1] and _is_faster_in_onednn(x.t(), dy.t(), None):  # with the larger size as columns
+        return linear(x.t(), dy.t(), None).t().contiguous()
+    return linear(dy.t(), x.t(), None)
 
 
 def is_plain(product: Callable[..., Tensor]) -> bool:
@@ -59,10 +75,9 @@ class _ByOneDNN(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad
-        rows = dy.reshape(-1, dy.shape[-1])  # [T, out]
-        dx = linear(rows, weight.t(), None).view(*dy.shape[:-1], -1) if needs_dx else None
-        dw = _product_of_columns(rows, x.reshape(rows.shape[0], -1)) if needs_dw else None
-        return dx, dw, rows.sum(0) if needs_db else None
+        dx = input_gradient(dy, weight) if needs_dx else None
+        dw = weight_gradient(dy, x) if needs_dw else None
+        return dx, dw, _rows(dy).sum(0) if needs_db else None
 
 
 def _save(ctx: Any, x: Tensor, weight: Tensor) -> None:
@@ -71,11 +86,8 @@ def _save(ctx: Any, x: Tensor, weight: Tensor) -> None:
     ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
 
 
-def _product_of_columns(dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T x [out, in]; in float32 oneDNN is faster with the larger of the two sizes as the columns of its result."""
-    if x.dtype == torch.float32 and dy.shape[1] > x.shape[1]:
-        return linear(x.t(), dy.t(), None).t().contiguous()
-    return linear(dy.t(), x.t(), None)
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _onednn_adds(bias: Tensor | None, x: Tensor, weight: Tensor) -> bool:

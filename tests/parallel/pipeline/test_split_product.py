@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.acceleration.recompute import recompute
+from megalith.parallel import linear as default
 from megalith.parallel.pipeline.split_product import SplitProduct
 
 IN, OUT = 7, 5
@@ -43,6 +44,24 @@ def test_outputs_and_gradients_are_bitwise_those_of_linear(shape, bias, dtype):
         found.append([y.detach(), x.grad, w.grad, *([b.grad] if bias else [])])
     for want, got in zip(*found, strict=True):
         assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32, 32), (256, 512, 512), (256, 768, 256), (256, 256, 768)], ids=str)
+def test_in_every_layout_the_gradients_are_bitwise_those_of_the_default_product(sizes, monkeypatch):
+    monkeypatch.setattr(default, "_has_slow_mkl", lambda: True)  # of the last three, oneDNN computes all products
+    rows, columns, features = sizes
+    generator = torch.Generator().manual_seed(0)
+    x, weight, dy = (torch.randn(size, generator=generator) for size in ((rows, columns), (features, columns), sizes[::2]))
+    by_columns = dy.t().contiguous().t()[:, None]  # as attention's backward leaves it
+    for gradient in (dy[:, None], by_columns, by_columns.double()):
+        found = []
+        for product in (default.linear, SplitProduct()):
+            given = [each.to(gradient.dtype, copy=True).requires_grad_() for each in (x[:, None], weight)]
+            product(*given, None).backward(gradient)
+            if isinstance(product, SplitProduct):
+                finish(product)
+            found.append([each.grad for each in given])
+        assert all(map(torch.equal, *found))
 
 
 def test_a_strided_input_and_an_expanded_gradient_are_taken_as_they_are():

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalith.parallel.linear import linear
+from megalith.parallel.linear import input_gradient, linear, weight_gradient
 
 __all__ = ["SplitProduct", "WeightPart"]
 
@@ -30,8 +30,7 @@ class WeightPart(NamedTuple):
 
     def backward(self) -> None:
         """Backpropagates dy^T x [out, in] to the parameter, through whatever operations produced the weight from it."""
-        x, dy = (each.reshape(-1, each.shape[-1]) for each in (self.x, self.dy))  # [T, in], [T, out]
-        torch.autograd.backward((self.weight,), (dy.t() @ x,))
+        torch.autograd.backward((self.weight,), (weight_gradient(self.dy, self.x),))
 
 
 class SplitProduct:
@@ -75,4 +74,4 @@ class _SplitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         ctx.left.append(WeightPart(x, dy, ctx.edge))
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        return dy @ weight, None, db, None, None
+        return input_gradient(dy, weight), None, db, None, None
