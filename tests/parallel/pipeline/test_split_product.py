@@ -51,7 +51,9 @@ def test_in_every_layout_the_gradients_are_bitwise_those_of_the_default_product(
     monkeypatch.setattr(default, "_has_slow_mkl", lambda: True)  # of the last three, oneDNN computes all products
     rows, columns, features = sizes
     generator = torch.Generator().manual_seed(0)
-    x, weight, dy = (torch.randn(size, generator=generator) for size in ((rows, columns), (features, columns), sizes[::2]))
+    x, weight, dy = (
+        torch.randn(size, generator=generator) for size in ((rows, columns), (features, columns), sizes[::2])
+    )
     by_columns = dy.t().contiguous().t()[:, None]  # as attention's backward leaves it
     for gradient in (dy[:, None], by_columns, by_columns.double()):
         found = []
