@@ -289,6 +289,12 @@ def test_the_perplexity_is_that_of_the_held_out_loss_or_left_out(loss, tile, tmp
     assert "nan above" not in page.text
 
 
+def test_energy_is_a_tile_where_it_was_measured(tmp_path):
+    laps = [record(step, energy={"joules": 6e5}) for step in (1, 2)]
+    assert "Energy\n1.20 MJ\nof the training steps on all devices" in page_with(tmp_path / "with", *laps).text
+    assert "Energy" not in page_with(tmp_path / "without", record(1)).text
+
+
 def test_named_validation_sets_are_a_table_of_last_and_lowest_losses(tmp_path):
     losses = {1: {"web": 2.0, "co<de": 1.0}, 2: {"web": 2.5, "co<de": math.nan}}
     records = [

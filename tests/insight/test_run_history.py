@@ -41,6 +41,11 @@ def test_without_samples_json_the_newest_texts_of_training_are_shown(tmp_path):
     assert read_run(tmp_path).samples == [{"prompt": "c", "text": "d"}]
 
 
+def test_energies_of_the_laps_are_added_up_and_damaged_ones_left_out(tmp_path):
+    energies = [{"joules": 100.5}, {"joules": "?"}, {"watts": 3}, 7, None, {"joules": 1e6}]
+    assert run_of(tmp_path, *(record(step, energy=each) for step, each in enumerate(energies, 1))).joules == 1_000_100.5
+
+
 def test_phases_are_steps_in_a_row_under_one_layout_and_hold_medians(tmp_path):
     run = run_of(
         tmp_path,

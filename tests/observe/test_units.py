@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megalith.observe.units import duration, gibibytes, perplexity, quantity
+from megalith.observe.units import duration, energy, gibibytes, perplexity, quantity
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,13 @@ from megalith.observe.units import duration, gibibytes, perplexity, quantity
 )
 def test_quantities_have_three_digits_and_the_suffix_of_their_size(value, text):
     assert quantity(value) == text
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"), [(0, "0 J"), (523.4, "523 J"), (999.6, "1.00 kJ"), (12_345, "12.3 kJ"), (1.234e6, "1.23 MJ")]
+)
+def test_energies_have_the_prefix_of_their_size(joules, text):
+    assert energy(joules) == text
 
 
 @pytest.mark.parametrize(

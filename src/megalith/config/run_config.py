@@ -217,6 +217,10 @@ class TrainConfig(SettingsGroup):
     )
     generation: GenerationConfig | None = Field(default=None, description="sample text generated during training")
     log_every: int = Field(default=10, ge=1, le=LARGEST_COUNT, description="[steps] between log lines")
+    log_energy: bool = Field(
+        default=False,
+        description="measure the energy that the devices use in training steps, and log it every log_every steps",
+    )
     time_limit: float | None = Field(default=None, gt=0, description="[minutes] after which the run saves and stops")
 
 

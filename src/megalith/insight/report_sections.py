@@ -13,7 +13,7 @@ from megalith.insight.report_parts import card, is_finite, num_steps
 from megalith.insight.report_time import phases, time_of_the_run
 from megalith.insight.run_history import RunHistory
 from megalith.observe.metrics import COMPILE
-from megalith.observe.units import duration, gibibytes, perplexity, quantity
+from megalith.observe.units import duration, energy, gibibytes, perplexity, quantity
 
 __all__ = ["origin", "sections", "summary", "tiles", "title"]
 
@@ -84,6 +84,8 @@ def tiles(run: RunHistory) -> str:
         shown.append(("Time", duration(run.seconds), f"median step {duration(run.step_seconds)}"))
     if (peak := run.last("peak_memory")) is not None:
         shown.append(("Peak memory", gibibytes(peak), "on rank 0"))
+    if run.joules:
+        shown.append(("Energy", energy(run.joules), "of the training steps on all devices"))
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>"
         for name, value, note in shown

@@ -61,6 +61,7 @@ class RunHistory:
     expert_loads: list[tuple[int, dict[int, LayerLoads]]]  # (step, {layer: loads})
     phases: list[Phase]
     time: Mapping[str, float]  # seconds of the whole run: "training" steps, "compile", and work between the steps
+    joules: float  # of the training steps, as far as they were measured
     evaluation: Mapping[str, Any]
     samples: list[Mapping[str, Any]]
     about: Mapping[str, Any]
@@ -117,6 +118,7 @@ def read_run(folder: Path) -> RunHistory:
         expert_loads=[(record["step"], loads) for record in training if (loads := _expert_loads(record))],
         phases=_phases(training),
         time=_time(records),
+        joules=_joules(training),
         evaluation=_json(folder / "evaluation.json", dict),
         samples=_samples(folder, records),
         about=_json(folder / "about.json", dict),
@@ -211,6 +213,11 @@ def _time(records: list[dict[str, Any]]) -> dict[str, float]:
         for name, seconds in [*own.items(), *between.items()]:
             found[name] = found.get(name, 0.0) + seconds
     return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def _joules(training: list[dict[str, Any]]) -> float:
+    measured = [record["energy"].get("joules") for record in training if _is_dict(record.get("energy"))]
+    return math.fsum(joules for joules in measured if _is_number(joules))
 
 
 def _with_num_steps(training: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:

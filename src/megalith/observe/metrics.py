@@ -22,6 +22,9 @@ bias_range (the widest); and ``layers``, with the same for each layer: [{"layer"
 expert relative to the mean. With more than 64 experts it is the mean of each of 64 ranges of adjacent experts, and
 ``least`` is the smallest load in each range, 0 if it has a dead expert.
 
+With ``train.log_energy``, the same records have ``energy``, of the steps since the last such record on all devices
+together: joules, watts (the mean power), tokens_per_joule, and counters (how many energy counters were read).
+
 JSON has no NaN. A number that is not finite is stored as null, and ``nonfinite`` in the same object has its value:
 ``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` restores these numbers.
 """

@@ -1,8 +1,8 @@
-"""Formats numbers for people: ``12.3k``, ``4.01M``, ``4 min 10 s``; and computes perplexity."""
+"""Formats numbers for people: ``12.3k``, ``4.01M``, ``1.23 MJ``, ``4 min 10 s``; and computes perplexity."""
 
 import math
 
-__all__ = ["duration", "gibibytes", "perplexity", "quantity"]
+__all__ = ["duration", "energy", "gibibytes", "perplexity", "quantity"]
 
 _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -14,6 +14,13 @@ def quantity(value: float) -> str:
         if math.isfinite(value) and abs(value) >= 0.9995 * size:
             return f"{value / size:#.3g}".rstrip(".") + suffix
     return f"{value:.3g}"
+
+
+def energy(joules: float) -> str:
+    """``joules`` to three significant digits with a decimal prefix: 523.4 -> "523 J", 1.234e6 -> "1.23 MJ"."""
+    number = quantity(joules)
+    digits = number.rstrip("kMGTP")
+    return f"{digits} {number[len(digits) :]}J"
 
 
 def gibibytes(num_bytes: float) -> str:

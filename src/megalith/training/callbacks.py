@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
@@ -21,6 +21,7 @@ from megalith.observe.time_left import TimeLeft
 from megalith.observe.trackers import Trackers
 from megalith.observe.units import perplexity
 from megalith.topology.agreement import agreed, attempt
+from megalith.training.energy_of_steps import EnergyOfSteps
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.expert_loads import experts_record
 from megalith.training.loop import Callback, FinishedStep, Outcome
@@ -43,7 +44,12 @@ class Metrics(Callback):
     """
 
     def __init__(
-        self, run: Run, show: Callable[[str], None], show_progress: Callable[[str], None], trackers: Trackers
+        self,
+        run: Run,
+        show: Callable[[str], None],
+        show_progress: Callable[[str], None],
+        trackers: Trackers,
+        energy: EnergyOfSteps | None = None,
     ) -> None:
         self.trackers = trackers
         self.show = show
@@ -55,6 +61,7 @@ class Metrics(Callback):
         self.held_out = (-1, math.nan)  # the last evaluation: its step and loss
         self.writer = MetricsWriter(run.folder, resumed_step=run.state.step) if dist.get_rank() == 0 else None
         self.peak_flops = peak_flops(run.device, run.config.precision.dtype)
+        self.energy = energy
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes one record, on rank 0."""
@@ -67,7 +74,7 @@ class Metrics(Callback):
         """Times work that recurs every ``every`` steps; the yielded dict has {span: seconds} once the block ends."""
         started, before = perf_counter(), run.timers.totals().get(COMPILE, 0.0)
         spans: dict[str, float] = {}
-        with run.timers(name):
+        with nullcontext() if self.energy is None else self.energy.monitor.paused(), run.timers(name):
             yield spans
         compiling = run.timers.totals().get(COMPILE, 0.0) - before
         spans[name] = perf_counter() - started - compiling
@@ -76,12 +83,22 @@ class Metrics(Callback):
         self.left.add(name, every, spans[name])
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
+        energy = None
+        if self.energy is not None and self._is_shown(run.state.step, run.config.train.steps):
+            energy = self.energy.lap(run.consumed_tokens)
         with attempt() as writing:  # only rank 0 writes; the next step's totals pass an error on to the other ranks
-            self._write_step(run, finished)
+            self._write_step(run, finished, energy)
         if writing.failed:
             run.pending = writing
 
-    def _write_step(self, run: Run, finished: FinishedStep) -> None:
+    def on_end(self, run: Run, outcome: Outcome) -> None:
+        if self.energy is not None:
+            self.show(self.energy.summary(run.consumed_tokens))
+
+    def _is_shown(self, step: int, steps: int) -> bool:
+        return step % self.every == 0 or step in (self.first_step, steps)
+
+    def _write_step(self, run: Run, finished: FinishedStep, energy: dict[str, float] | None) -> None:
         result, state = finished.result, run.state
         self.left.add_step(finished.work_seconds)
         samples_per_second = result.num_samples / finished.work_seconds
@@ -109,7 +126,9 @@ class Metrics(Callback):
         if run.loss_scale is not None:
             record["loss_scale"] = run.loss_scale.scale
         steps = run.config.train.steps
-        is_shown = state.step % self.every == 0 or state.step in (self.first_step, steps)
+        is_shown = self._is_shown(state.step, steps)
+        if energy is not None:
+            record["energy"] = energy
         if is_shown and result.routing.loads:
             record["experts"] = experts_record(result.routing)
         self.write(record)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megalith.config import RunConfig
 from megalith.fusions.core.preference import without_compiling
 from megalith.observe.compiler_wait import CompilerWait
+from megalith.observe.energy_monitor import EnergyMonitor
+from megalith.observe.energy_sources import energy_source
 from megalith.observe.run_log import RunLog
 from megalith.observe.trackers import Trackers
 from megalith.resilience.stop_request import TIME_LIMIT, StopRequest
@@ -17,6 +19,7 @@ from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
 from megalith.training.about import write_about
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics, TextSamples
+from megalith.training.energy_of_steps import EnergyOfSteps
 from megalith.training.expert_loads import CollapseAlarm
 from megalith.training.freed_memory import FreedMemory
 from megalith.training.loop import Outcome, train
@@ -67,13 +70,10 @@ def pretrain(
         if beginning.is_done:
             _show_all(beginning.lines, show)
             return Outcome.WAS_DONE
+        energy = _energy_of_steps(run, stack)
         with agreed():
-            names = config.tracking if dist.get_rank() == 0 else ()
-            settings = config.model_dump(mode="json")
-            trackers = stack.enter_context(
-                closing(Trackers(run.folder, names, resumed_step=run.state.step, settings=settings))
-            )
-            metrics = stack.enter_context(closing(Metrics(run, show, show_progress, trackers)))
+            trackers = _trackers(run, stack)
+            metrics = stack.enter_context(closing(Metrics(run, show, show_progress, trackers, energy)))
             ours = (HeldOutLoss(run, metrics), TextSamples(run, metrics), Checkpoints(run, metrics), CollapseAlarm())
             callbacks = [metrics, *ours, *(parts.callbacks if parts else ()), FreedMemory(run)]
             if dist.get_rank() == 0:
@@ -84,11 +84,32 @@ def pretrain(
         first_step = run.state.step
         if config.train.compile_fusions is False:
             stack.enter_context(without_compiling())
+        if energy is not None:
+            energy.monitor.resume()
         with CompilerWait(run.timers, show, show_progress).watched():
             outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
             show(_where_it_stopped(run, first_step, stop.reason))
         return outcome
+
+
+def _energy_of_steps(run: Run, stack: ExitStack) -> EnergyOfSteps | None:
+    """Returns what measures the energy of the steps, paused and closed by ``stack``; None unless the run asks for it.
+
+    Every rank calls this.
+    """
+    if not run.config.train.log_energy:
+        return None
+    with agreed():
+        source = stack.enter_context(closing(energy_source(run.device)))
+    return EnergyOfSteps(EnergyMonitor(source, run.device), run.consumed_tokens)
+
+
+def _trackers(run: Run, stack: ExitStack) -> Trackers:
+    """Opens the trackers of rank 0, which ``stack`` closes; other ranks have none."""
+    names = run.config.tracking if dist.get_rank() == 0 else ()
+    settings = run.config.model_dump(mode="json")
+    return stack.enter_context(closing(Trackers(run.folder, names, resumed_step=run.state.step, settings=settings)))
 
 
 def _remarks(run: Run) -> list[str]:
