@@ -11,6 +11,7 @@ profiled, kernel by kernel.
 import contextlib
 import gc
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from megalith import fusions
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import LLAMA
+from megalith.observe.energy_sources import energy_source, why_no_energy
 from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 BASE, OURS = "Hugging Face", "Megalith, fusions on"
 _TOLERANCE = 1e-2  # nats
 _STEPS = 3  # back to back
+_SECONDS_OF_ENERGY = 2.0  # of steps; a GPU's counter advances every few tens of milliseconds
 MIB = 1 << 20
 Loss = Callable[[], tuple[nn.Module, Tensor]]
 Builder = Callable[[], Loss]
@@ -86,13 +89,15 @@ class StepFigures:
     """Seconds of each round, peak memory of a step beyond parameters and moments, and the first loss.
 
     On a GPU, ``seconds`` is device time, with launches hidden; ``wall`` is host time per step, of steps back to back.
-    ``rate`` is the FLOP/s of a large bfloat16 matmul right afterwards, on a GPU; ``parts`` is the time breakdown.
+    ``joules`` is the energy per step of steps back to back, of the whole device, if it has a counter. ``rate`` is
+    the FLOP/s of a large bfloat16 matmul right afterwards, on a GPU; ``parts`` is the time breakdown.
     """
 
     seconds: list[float] = field(default_factory=list)
     memory: Memory | None = None
     loss: float = float("nan")
     wall: float = float("nan")
+    joules: float | None = None
     rate: float | None = None
     parts: list[waterfall.Part] = field(default_factory=list)
     failure: str | None = None
@@ -147,7 +152,8 @@ def _take_turns(
     for name, step in running.items():
         if not figures[name].failure:
             with _failing_alone(name, figures[name]):
-                figures[name].wall = _back_to_back(step, device)
+                figures[name].wall = _back_to_back(step, device, _STEPS)
+                figures[name].joules = _joules(step, device, figures[name].wall)
     if OURS in running and not figures[OURS].failure:
         figures[OURS].parts = waterfall.parts_of(running[OURS], device)
 
@@ -163,16 +169,28 @@ def _failing_alone(name: str, figures: StepFigures) -> Iterator[None]:
         log.warning("%s: %s", name, figures.failure)
 
 
-def _back_to_back(step: Callable[[], None], device: str) -> float:
-    """Host seconds per step, over a few steps without synchronization in between."""
+def _back_to_back(step: Callable[[], None], device: str, num_steps: int) -> float:
+    """Host seconds per step, over ``num_steps`` without synchronization in between."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(_STEPS):
+    for _ in range(num_steps):
         step()
     if device == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / _STEPS
+    return (time.perf_counter() - start) / num_steps
+
+
+def _joules(step: Callable[[], None], device: str, seconds: float) -> float | None:
+    """Joules per step of ``seconds``; None if there is no counter that can be read."""
+    if why_no_energy(torch.device(device)) is not None:
+        return None
+    num_steps = math.ceil(_SECONDS_OF_ENERGY / seconds)
+    with contextlib.closing(energy_source(torch.device(device))) as source:
+        before = source.joules()
+        _back_to_back(step, device, num_steps)
+        after = source.joules()
+    return None if before is None or after is None else (after - before) / num_steps
 
 
 def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
@@ -180,13 +198,13 @@ def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
     lines = [f"### Training step, {shape.title}, {shape.B} x {shape.S} tokens, {shape.dtype_name}", ""]
     lines += [
         "| contender | ms | speed-up over base [quartiles] | ms back to back | tokens/s | of matmul rate "
-        "| peak MiB beyond weights | first loss |",
-        "|---" * 8 + "|",
+        "| J per 1,000 tokens | peak MiB beyond weights | first loss |",
+        "|---" * 9 + "|",
     ]
     base = figures[BASE]
     for name, one in figures.items():
         if one.failure:
-            lines.append(f"| {name} | {one.failure.replace('|', '/')} | | | | | | |")
+            lines.append(f"| {name} | {one.failure.replace('|', '/')} | | | | | | | |")
             continue
         spread = ""
         if base.seconds:
@@ -195,7 +213,9 @@ def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
         peak = "" if one.memory is None else f"{one.memory.peak / MIB:.0f}"
         seconds = statistics.median(one.seconds)
         share = "" if one.rate is None else f"{100 * shape.flops / seconds / one.rate:.0f}%"
-        speed = f"{shape.B * shape.S / seconds:.0f} | {share}"
+        tokens = shape.B * shape.S
+        joules = "" if one.joules is None else f"{1e3 * one.joules / tokens:.3g}"
+        speed = f"{tokens / seconds:.0f} | {share} | {joules}"
         lines.append(
             f"| {name} | {1e3 * seconds:.0f} | {spread} | {1e3 * one.wall:.0f} | {speed} | {peak} | {one.loss:.4f} |"
         )

@@ -41,7 +41,9 @@ _RACES = {
 _TESTS = [
     "tests/fusions",
     "tests/transformer/moe",
+    "tests/acceleration/test_fp8_utils.py",
     "tests/benchmarks/test_moe_layer.py",
+    "tests/observe/test_energy_monitor.py",
     "tests/observe/test_memory.py",
 ]
 
@@ -177,7 +179,7 @@ def _host(record: Record, deadline: float, tiny: bool) -> None:
 
 
 def _tests(record: Record, deadline: float, tiny: bool) -> None:
-    """The suite's tests that use a GPU: kernels in every dtype, experts, memory."""
+    """The suite's tests that use a GPU: kernels in every dtype, experts, FP8, memory, energy."""
     chosen = ["tests/fusions/core/test_records.py"] if tiny else ["-n", str(_AT_ONCE), *_TESTS]
     _command(
         record, "tests", "pytest", [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], deadline

@@ -27,6 +27,7 @@ def figures():
         for builder in ("_compiled", "_with_liger"):
             patch.setattr(step, builder, not_here)
         patch.setattr(step, "memory_of", lambda *_: None)
+        patch.setattr(step, "why_no_energy", lambda _: "it would take seconds")
         before = modeling_llama.LlamaRMSNorm.forward
         found = measure_steps(QUICK, "cpu", 1)
         assert modeling_llama.LlamaRMSNorm.forward is before  # the page's code changes a copy
@@ -74,6 +75,35 @@ def test_a_waterfall_has_every_operator_once_and_what_is_left_of_the_step():
     assert " | 50.0 | 0 |" in lines[-1]
 
 
+def test_energy_is_that_of_enough_steps_for_a_counter_or_left_out(monkeypatch):
+    class Counter:
+        used = 7.0
+        is_closed = False
+
+        def joules(self) -> float | None:
+            return self.used
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    counter = Counter()
+
+    def burn() -> None:
+        counter.used += 0.25
+
+    monkeypatch.setattr(step, "why_no_energy", lambda _: None)
+    monkeypatch.setattr(step, "energy_source", lambda _: counter)
+    assert step._joules(burn, "cpu", seconds=0.15) == pytest.approx(0.25)
+    assert counter.is_closed
+    assert counter.used == 7.0 + 0.25 * 14  # 2.1 s of steps
+    figures = step.StepFigures(seconds=[1.0], joules=0.25)
+    assert f"| {1e3 * 0.25 / (QUICK.B * QUICK.S):.3g} |" in as_markdown({BASE: figures}, QUICK)
+    counter.used = None
+    assert step._joules(lambda: None, "cpu", seconds=2.0) is None
+    monkeypatch.setattr(step, "why_no_energy", lambda _: "no counter")
+    assert step._joules(burn, "cpu", seconds=2.0) is None
+
+
 @pytest.mark.parametrize("failing", [BASE, OURS])
 def test_a_contender_that_fails_in_a_round_has_the_reason_and_the_others_their_figures(failing, monkeypatch):
     def builder(name: str) -> step.Builder:
@@ -90,6 +120,7 @@ def test_a_contender_that_fails_in_a_round_has_the_reason_and_the_others_their_f
 
     calls = iter([False, True])
     monkeypatch.setattr(step, "_first_step", first_step)
+    monkeypatch.setattr(step, "why_no_energy", lambda _: "the steps are empty")
     figures: dict[str, step.StepFigures] = {}
     names = (BASE, OURS, "other")
     step._take_turns({name: builder(name) for name in names}, figures, Clock("cpu"), "cpu", 3)
