@@ -27,6 +27,7 @@ from benchmarks.fusions.plain_llama import FUSED, PLAIN, Parts, PlainLlama
 from benchmarks.fusions.swapped import llama_of_its_own, use_fusions
 from benchmarks.rounds import Spread
 from megalith import fusions
+from megalith.acceleration.full_cuda_graph import FullCudaGraph
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import LLAMA
@@ -121,7 +122,11 @@ def measure_steps(
         ),
         "Hugging Face, compiled": lambda: _their_loss(_compiled(_hugging_face(shape, device), weights), tokens, labels),
     }
-    if device == "cuda":  # last, because it patches Hugging Face's module, which the other contenders share
+    if device == "cuda":
+        builders["Megalith, in a CUDA graph"] = lambda: _graphed(
+            _our_loss(shape, device, weights, tokens, labels, contextlib.nullcontext), device
+        )
+        # last, because it patches Hugging Face's module, which the other contenders share
         builders["Hugging Face + Liger"] = lambda: _their_loss(_with_liger(shape, device, weights), tokens, labels)
     clock, figures = Clock(device), dict[str, StepFigures]()
     for names in [list(builders)] if device == "cpu" else [[name] for name in builders]:
@@ -232,19 +237,37 @@ def _first_step(loss: Loss, figures: StepFigures, device: str, want: float) -> C
     figures.loss = value.item()
     if not abs(figures.loss - want) <= _TOLERANCE and want == want:
         raise ValueError(f"wrong: its first loss is {figures.loss:.4f}, the base has {want:.4f}")
-    value.backward()
+    _backward(value)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     optimizer.step()
     optimizer.zero_grad()
 
     def step() -> None:
-        loss()[1].backward()
+        _backward(loss()[1])
         optimizer.step()
         optimizer.zero_grad()
 
     step()
     figures.memory = memory_of(step, device)
     return step
+
+
+def _backward(value: Tensor) -> None:
+    if value.requires_grad:  # not if a graph has run the backward too
+        value.backward()
+
+
+def _graphed(loss: Loss, device: str) -> Loss:
+    """``loss`` and its backward as a CUDA graph."""
+    model, _ = loss()
+
+    def iteration() -> Tensor:
+        value = loss()[1]
+        value.backward()
+        return value
+
+    graph = FullCudaGraph(iteration, model.parameters(), torch.device(device))
+    return lambda: (model, graph())
 
 
 def _our_loss(

@@ -42,6 +42,7 @@ _TESTS = [
     "tests/fusions",
     "tests/transformer/moe",
     "tests/acceleration/test_fp8_utils.py",
+    "tests/acceleration/test_full_cuda_graph.py",
     "tests/benchmarks/test_moe_layer.py",
     "tests/observe/test_energy_monitor.py",
     "tests/observe/test_memory.py",
@@ -179,7 +180,7 @@ def _host(record: Record, deadline: float, tiny: bool) -> None:
 
 
 def _tests(record: Record, deadline: float, tiny: bool) -> None:
-    """The suite's tests that use a GPU: kernels in every dtype, experts, FP8, memory, energy."""
+    """The suite's tests that use a GPU: kernels in every dtype, experts, FP8, CUDA graphs, memory, energy."""
     chosen = ["tests/fusions/core/test_records.py"] if tiny else ["-n", str(_AT_ONCE), *_TESTS]
     _command(
         record, "tests", "pytest", [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], deadline

@@ -55,6 +55,20 @@ def test_gradients_of_the_plain_llama_are_the_same_with_fusions():
         assert (found.grad - want.grad).norm() <= 1e-5 * want.grad.norm(), name
 
 
+def test_a_graph_of_a_contender_has_the_same_loss_and_runs_the_backward_itself():
+    tokens, labels = torch.randint(QUICK.config.vocab_size, (2, 2, 16))
+    loss = step._plain_loss(QUICK, "cpu", PlainLlama(QUICK.config, PLAIN).state_dict(), tokens, labels, PLAIN)
+    model, want = loss()
+    _, value = step._graphed(loss, "cpu")()
+    assert torch.equal(value, want)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    step._backward(value)
+    assert all(map(torch.equal, gradients, [parameter.grad for parameter in model.parameters()]))
+    model.zero_grad()
+    step._backward(want)
+    assert all(map(torch.equal, gradients, [parameter.grad for parameter in model.parameters()]))
+
+
 def test_a_waterfall_has_every_operator_once_and_what_is_left_of_the_step():
     x = torch.ones(64, 64)
     optimizer = torch.optim.SGD([x])  # its step is a span, not an operator

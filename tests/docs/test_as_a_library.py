@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megalith.acceleration import full_cuda_graph
 from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.training import pretrain as pretrain_module
 from megalith.training.loop import Outcome
 from megalith.training.run import Run
 from megalith.training.setup import build_run
+from tests.acceleration.operator_recorder import OperatorRecorder
 from tests.docs.pages import python_blocks
 from tests.rank_pool import ranks
 from tests.tiny_run import write_dataset
 
-SCRIPT, RESUME, FUSIONS, NOTEBOOK, PLUGINS = python_blocks("as_a_library.md")
+SCRIPT, RESUME, FUSIONS, NOTEBOOK, GRAPH, PLUGINS = python_blocks("as_a_library.md")
 STEPS = 6
 
 
@@ -132,6 +134,15 @@ def test_the_fusions_are_what_torch_computes(tmp_path):
     torch.testing.assert_close(names["hidden"], hidden, rtol=1e-4, atol=1e-3)  # sums of 64 products in float32
     assert names["losses"].shape == (32, 2)
     assert all(names[name].grad.isfinite().all() for name in ("x", "weight", "w_gate", "w_up"))
+
+
+def test_the_iteration_trains_whether_or_not_it_is_captured(tmp_path, monkeypatch):
+    eager = run(GRAPH, tmp_path)
+    assert eager["loss"] < 3.0  # ln 101 = 4.6 at first
+    monkeypatch.setattr(full_cuda_graph, "_recorder_on", lambda device: OperatorRecorder())
+    captured = run(GRAPH, tmp_path)
+    assert captured["iteration"].is_captured
+    assert captured["loss"] == eager["loss"]
 
 
 def test_the_notebook_makes_logits_losses_gradients_and_tokens(tmp_path):
