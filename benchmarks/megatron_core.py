@@ -5,6 +5,7 @@ Its GPT has the layers of its ``local`` specification, which needs neither Trans
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
@@ -26,14 +27,19 @@ _LOCAL_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+_OF_EXPERTS = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.(gate\.weight|experts\.(?P<weight>\w+))")
+_LINEARS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
 
 
 def megatron_core_gpt(config: TransformerConfig, S: int, dtype: torch.dtype, *, fused: bool) -> Any:
-    """Its ``GPTModel`` for a Llama of ``config`` and rows of ``S`` tokens, without dropout; the only rank.
+    """Its ``GPTModel`` for a Llama or Mixtral of ``config`` and rows of ``S`` tokens, without dropout; the only rank.
 
     ``fused``: with those of its fusions that run on a CPU: SwiGLU, bias and dropout, cross entropy.
     """
-    core = _on_a_cpu()
+    core, experts = _on_a_cpu(), {}
+    num_experts = None if config.moe is None else config.moe.num_experts
+    if config.moe is not None:
+        experts = _expert_settings(config.ffn_hidden_size, config.moe.num_experts, config.moe.top_k)
     settings = core.transformer.TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -57,8 +63,10 @@ def megatron_core_gpt(config: TransformerConfig, S: int, dtype: torch.dtype, *, 
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         cross_entropy_loss_fusion=fused,
+        **experts,
     )
-    layers = import_module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(normalization="RMSNorm")
+    specs = import_module("megatron.core.models.gpt.gpt_layer_specs")
+    layers = specs.get_gpt_layer_local_spec(num_experts, moe_grouped_gemm=False, normalization="RMSNorm")
     model = import_module("megatron.core.models.gpt").GPTModel(
         settings,
         layers,
@@ -73,33 +81,31 @@ def megatron_core_gpt(config: TransformerConfig, S: int, dtype: torch.dtype, *, 
 
 def by_our_names(config: TransformerConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of its GPT, by the names of its parameters, as tensors by the names of ours."""
-    return {name: torch.cat([theirs[key][rows] for key, rows, _ in _parts(name, config)]) for name in _names(config)}
+    shapes = parameter_shapes(config)
+    return {
+        name: torch.cat([theirs[key][rows] for key, rows, _ in _parts(name, config)]).view(shape)
+        for name, shape in shapes.items()
+    }
 
 
 @torch.no_grad()
 def load_by_our_names(config: TransformerConfig, model: Any, weights: Mapping[str, Tensor]) -> None:
     """Loads ``weights``, by the names of our parameters, into its GPT."""
     theirs = dict(model.named_parameters())
-    for name in _names(config):
+    for name in parameter_shapes(config):
         for key, rows, own_rows in _parts(name, config):
-            theirs[key][rows] = weights[name][own_rows].to(theirs[key].dtype)
+            into = theirs[key][rows]
+            into.copy_(weights[name][own_rows].view_as(into))
 
 
 def megatron_core_experts(H: int, F: int, E: int, K: int, dtype: torch.dtype) -> Any:
     """Its ``MoELayer`` with ``SequentialMLP``: SwiGLU experts, weights over the chosen ones; the only rank."""
     core = _on_a_cpu()
-    import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
     config = core.transformer.TransformerConfig(
         num_layers=1,
         hidden_size=H,
         ffn_hidden_size=F,
         num_attention_heads=1,
-        num_moe_experts=E,
-        moe_router_topk=K,
-        moe_ffn_hidden_size=F,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="allgather",
-        moe_router_dtype="fp32",
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=_SILU,
@@ -107,6 +113,7 @@ def megatron_core_experts(H: int, F: int, E: int, K: int, dtype: torch.dtype) ->
         use_cpu_initialization=True,
         params_dtype=dtype,
         gradient_accumulation_fusion=False,
+        **_expert_settings(F, E, K),
     )
     specs = import_module("megatron.core.models.gpt.moe_module_specs")
     spec = specs.get_moe_module_spec(use_te=False, num_experts=E, moe_grouped_gemm=False)
@@ -115,22 +122,40 @@ def megatron_core_experts(H: int, F: int, E: int, K: int, dtype: torch.dtype) ->
     return layer.train()
 
 
+def _expert_settings(F: int | None, E: int, K: int) -> dict[str, Any]:
+    return {
+        "num_moe_experts": E,
+        "moe_router_topk": K,
+        "moe_ffn_hidden_size": F,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_dtype": "fp32",
+    }
+
+
 def _on_a_cpu() -> Any:
     """The package, patched, with its groups of the only rank."""
     core = need("megatron.core")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     core.parallel_state.initialize_model_parallel()
+    import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
     core.tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
     return core
 
 
-def _names(config: TransformerConfig) -> list[str]:
-    return list(parameter_shapes(config))
-
-
 def _parts(name: str, config: TransformerConfig) -> Iterator[tuple[str, slice, slice]]:
     """The name of its parameter that holds ours, and the rows of each part in it and in ours."""
+    if (found := _OF_EXPERTS.fullmatch(name)) is not None:
+        assert config.moe is not None, "it has experts"
+        of_layer, weight = int(found["layer"]), found["weight"]
+        if weight is None:
+            yield key_in_layer("mlp.router.weight", of_layer), slice(None), slice(None)
+            return
+        for expert in range(config.moe.num_experts):
+            key = f"mlp.experts.local_experts.{expert}.{_LINEARS[weight]}.weight"
+            yield key_in_layer(key, of_layer), slice(None), slice(expert, expert + 1)
+        return
     key, layer, rows = source_of(name, config)
     if layer is not None:
         key = key_in_layer(_LOCAL_NORMS.get(key, key), layer)

@@ -1,4 +1,4 @@
-"""The training step of a 27.7M-parameter Llama on the CPU: ours compared with Hugging Face's and Megatron-Core's.
+"""The training step of a Llama or a Mixtral on the CPU: ours compared with Hugging Face's and Megatron-Core's.
 
 Every contender starts from the same random weights, loaded by name, sees the same random batch, and updates with
 torch's fused AdamW. The first step is checked against Hugging Face's model in float32, in its own process.
@@ -26,7 +26,7 @@ from benchmarks.case import Case, Contender, First
 from benchmarks.megatron_core import by_our_names, load_by_our_names, megatron_core_gpt
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import LLAMA, parameter_shapes
+from megalith.models.hf import LLAMA, MIXTRAL, parameter_shapes
 from megalith.numerics.tolerance import gradient_error
 from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
@@ -37,9 +37,10 @@ from megalith.topology.rank_groups import ParallelState
 from megalith.training.freed_memory import page_returner
 from megalith.training.tasks.gpt_size import flops_per_token
 
-__all__ = ["CASE", "Size"]
+__all__ = ["CASE", "Size", "Step", "flops", "megatron_core", "ours", "ours_as_trained", "prepare", "theirs"]
 
 BF16 = torch.bfloat16
+_STD_OF_GATES = 0.2  # and not 0.02, so that fewer tokens are near a tie between experts
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Step:
             assert set(reference.keys()) == set(gradients), "the same parameter names"
             for name, gradient in gradients.items():
                 whole = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                errors.append(gradient_error(whole, reference.get_tensor(name), judged["gradient_norm"]))
+                want = reference.get_tensor(name)
+                errors.append(gradient_error(whole.view_as(want), want, judged["gradient_norm"]))
         return abs(loss - judged["loss"]), torch.tensor(errors).max().item()  # NaN if any is NaN
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -145,33 +147,38 @@ class _MegatronCoreStep(Step):
         return by_our_names(self._config, super()._gradients())
 
 
-def _ours(size: Size, folder: Path, *, dtype: torch.dtype, step: type[Step] = Step) -> Step:
+def ours(size: Size, folder: Path, *, dtype: torch.dtype, step: type[Step] = Step) -> Step:
     """``GPTModel`` with parameters in ``dtype``, on a single rank."""
     model = GPTModel(size.config, BuildOptions(ProcessGroupCollection.single(), dtype))
     model.load_state_dict(_weights(folder))
     return step(model, _our_loss(model, folder), folder)
 
 
-def _ours_as_trained(size: Size, folder: Path, *, compiled: bool) -> Step:
+def ours_as_trained(size: Size, folder: Path, *, compiled: bool) -> Step:
     """As in ``megalith train`` with ``precision.dtype=bfloat16``: float32 parameters, sharded over one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     pg_collection = ParallelState(RankGrid(1), device_type="cpu").collection()
     model = GPTModel(size.config, BuildOptions(pg_collection))
     model.load_state_dict(_weights(folder))
-    layers = model.layers()
     if compiled:
-        for layer in layers:
+        for layer in model.layers():
             layer.compile()
-    shard_model(
-        model, layers, pg_collection, compute_dtype=BF16, param_dtype=torch.float32, reshard_after_forward=False
-    )
+    units = model.fsdp_units()
+    shard_model(model, units, pg_collection, compute_dtype=BF16, param_dtype=torch.float32, reshard_after_forward=False)
     return _StepAsTrained(model, _our_loss(model, folder), folder)
 
 
-def _theirs(size: Size, folder: Path, *, dtype: torch.dtype, autocast: bool = False, compiled: bool = False) -> Step:
-    """Hugging Face's ``LlamaForCausalLM``."""
-    model = _hugging_face_model(size)
-    model.load_state_dict(_weights(folder))
+def theirs(
+    size: Size,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    autocast: bool = False,
+    compiled: bool = False,
+    experts: str | None = None,
+) -> Step:
+    """Hugging Face's ``LlamaForCausalLM``, or its ``MixtralForCausalLM`` with an ``experts`` implementation."""
+    model = _hugging_face_model(size, _weights(folder), experts)
     model.to(dtype)
     if compiled:
         model.compile()
@@ -185,7 +192,7 @@ def _theirs(size: Size, folder: Path, *, dtype: torch.dtype, autocast: bool = Fa
     return Step(model, loss, folder)
 
 
-def _megatron_core(size: Size, folder: Path, *, dtype: torch.dtype, fused: bool) -> Step:
+def megatron_core(size: Size, folder: Path, *, dtype: torch.dtype, fused: bool) -> Step:
     """Megatron-Core's ``GPTModel``, with parameters in ``dtype``."""
     model = megatron_core_gpt(size.config, size.S, dtype, fused=fused)
     load_by_our_names(size.config, model, _weights(folder))
@@ -205,10 +212,18 @@ def _our_loss(model: GPTModel, folder: Path) -> Callable[[], Tensor]:
     return lambda: model(batch["tokens"], labels=batch["labels"]).mean()
 
 
-def _hugging_face_model(size: Size) -> Any:
+def _hugging_face_model(size: Size, weights: Mapping[str, Tensor], experts: str | None = None) -> Any:
     transformers = need("transformers")
-    fields = LLAMA.config_to_hf(size.config, max_position_embeddings=size.S, dtype="float32", eos_token_id=None)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).train()
+    family, name = (LLAMA, "Llama") if size.config.moe is None else (MIXTRAL, "Mixtral")
+    fields = family.config_to_hf(size.config, max_position_embeddings=size.S, dtype="float32", eos_token_id=None)
+    config = getattr(transformers, f"{name}Config")(**fields)
+    if size.config.moe is not None:
+        config._experts_implementation = experts or "eager"
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    # the same names; one dimension of experts is split in ours
+    model.load_state_dict({name: weight.view(shapes[name]) for name, weight in weights.items()})
+    return model
 
 
 def _hugging_face_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -222,29 +237,29 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "weights.safetensors")
 
 
-def _prepare(size: Size, folder: Path) -> None:
+def prepare(size: Size, folder: Path) -> None:
     """Writes the weights, the batch, and the float32 reference's results for them."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in parameter_shapes(size.config).items():
-        noise = 0.02 * torch.randn(shape, generator=generator)
+        std = _STD_OF_GATES if name.endswith(".gate.weight") else 0.02
+        noise = std * torch.randn(shape, generator=generator)
         weights[name] = 1 + noise if len(shape) == 1 else noise  # norm weights are about one
     V = parameter_shapes(size.config)["lm_head.weight"][0]
     tokens, labels = torch.randint(V, (2, size.B, size.S), generator=generator)
     save_file(weights, folder / "weights.safetensors")
     save_file({"tokens": tokens, "labels": labels}, folder / "batch.safetensors")
 
-    model = _hugging_face_model(size)
-    model.load_state_dict(weights)
+    model = _hugging_face_model(size, weights)
     loss = _hugging_face_loss(model, {"tokens": tokens, "labels": labels})
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad.view_as(weights[name]) for name, parameter in model.named_parameters()}
     norm = torch.nn.utils.get_total_norm(gradients.values())
     save_file(gradients, folder / "gradients.safetensors")
     (folder / "reference.json").write_text(json.dumps({"loss": loss.item(), "gradient_norm": norm.item()}))
 
 
-def _flops(size: Size) -> int:
+def flops(size: Size) -> int:
     assert size.config.vocab_size is not None, "every size has one"
     return size.B * size.S * flops_per_token(size.config, size.config.vocab_size, size.S)
 
@@ -260,26 +275,26 @@ CASE = Case(
     title="CPU training step, Llama shape",
     base="Hugging Face, bfloat16",
     contenders={
-        "Megalith, float32": _contender(_ours, "float32", dtype=torch.float32),
-        "Megalith, bfloat16": _contender(_ours, "bfloat16", dtype=BF16),
+        "Megalith, float32": _contender(ours, "float32", dtype=torch.float32),
+        "Megalith, bfloat16": _contender(ours, "bfloat16", dtype=BF16),
         "Megalith, bfloat16 over float32, without FSDP2": _contender(
-            _ours, "bfloat16", dtype=BF16, step=_StepWithMaster
+            ours, "bfloat16", dtype=BF16, step=_StepWithMaster
         ),
-        "Megalith, bfloat16 over float32 (as trained)": _contender(_ours_as_trained, "bfloat16", compiled=False),
-        "Megalith, as trained, layers compiled": _contender(_ours_as_trained, "bfloat16", compiled=True),
-        "Hugging Face, float32 (its default)": _contender(_theirs, "float32", dtype=torch.float32),
-        "Hugging Face, autocast bfloat16": _contender(_theirs, "bfloat16", dtype=torch.float32, autocast=True),
-        "Hugging Face, bfloat16": _contender(_theirs, "bfloat16", dtype=BF16),
-        "Hugging Face, bfloat16, compiled": _contender(_theirs, "bfloat16", dtype=BF16, compiled=True),
-        "Megatron-Core, float32": _contender(_megatron_core, "float32", dtype=torch.float32, fused=False),
-        "Megatron-Core, bfloat16": _contender(_megatron_core, "bfloat16", dtype=BF16, fused=False),
-        "Megatron-Core, bfloat16, its fusions": _contender(_megatron_core, "bfloat16", dtype=BF16, fused=True),
+        "Megalith, bfloat16 over float32 (as trained)": _contender(ours_as_trained, "bfloat16", compiled=False),
+        "Megalith, as trained, layers compiled": _contender(ours_as_trained, "bfloat16", compiled=True),
+        "Hugging Face, float32 (its default)": _contender(theirs, "float32", dtype=torch.float32),
+        "Hugging Face, autocast bfloat16": _contender(theirs, "bfloat16", dtype=torch.float32, autocast=True),
+        "Hugging Face, bfloat16": _contender(theirs, "bfloat16", dtype=BF16),
+        "Hugging Face, bfloat16, compiled": _contender(theirs, "bfloat16", dtype=BF16, compiled=True),
+        "Megatron-Core, float32": _contender(megatron_core, "float32", dtype=torch.float32, fused=False),
+        "Megatron-Core, bfloat16": _contender(megatron_core, "bfloat16", dtype=BF16, fused=False),
+        "Megatron-Core, bfloat16, its fusions": _contender(megatron_core, "bfloat16", dtype=BF16, fused=True),
     },
     sizes={
         "full": _size(L=6, H=512, A=8, F=1408, V=8192, S=512, B=4),
         "quick": _size(L=2, H=64, A=4, F=128, V=256, S=64, B=2),
     },
-    prepare=_prepare,
+    prepare=prepare,
     tokens=lambda size: size.B * size.S,
-    flops=_flops,
+    flops=flops,
 )

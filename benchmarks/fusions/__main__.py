@@ -41,6 +41,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smoke test: small tensors and one round")
     parser.add_argument("--step", action="store_true", help="also a whole training step, with and without fusions")
     parser.add_argument(
+        "--model", choices=("llama", "mixtral"), default="llama", help="of the step (default: %(default)s)"
+    )
+    parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the step (default: %(default)s)"
     )
     parser.add_argument("--calls", action="store_true", help="also the overhead of calls on tiny tensors")
@@ -68,7 +71,9 @@ def main() -> None:
         numbers = as_json(runs, machine, now.isoformat())
         _keep(file, tables[0], numbers)  # so that an interrupted run keeps its measurements
     if options.step:
-        shape = replace(SHAPES["quick" if options.quick else options.device], dtype=getattr(torch, options.dtype))
+        size = "quick" if options.quick else options.device
+        shape = SHAPES[size if options.model == "llama" else f"{size} mixtral"]
+        shape = replace(shape, dtype=getattr(torch, options.dtype))
 
         def keep(figures: dict[str, StepFigures]) -> None:
             numbers["steps"] = {name: asdict(one) for name, one in figures.items()}

@@ -1,8 +1,8 @@
-"""A whole training step of a Llama, with and without fusions, compared with Hugging Face's and one in plain torch.
+"""A whole training step of a Llama or Mixtral, with and without fusions, compared with those of other libraries.
 
 All contenders start from the same weights, see the same random batch, and update with torch's fused AdamW. On a CPU,
 which other processes may slow down, they take turns; on a GPU they run one after another, because memory does not hold
-them all. Off means ``fusions.use("reference")``: the same model in plain torch. Hugging Face's model and the plain one
+them all. Off means ``fusions.use("reference")``: the same model in plain torch. Hugging Face's Llama and a plain one
 also run with ``megalith.fusions`` inserted, which shows what users of the fusions alone gain. The loss of the first
 step must match that of Hugging Face's model to 1e-2, the accuracy of bfloat16. After the rounds, our own step is
 profiled, kernel by kernel.
@@ -30,7 +30,7 @@ from megalith import fusions
 from megalith.acceleration.full_cuda_graph import FullCudaGraph
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import LLAMA
+from megalith.models.hf import LLAMA, MIXTRAL
 from megalith.observe.energy_sources import energy_source, why_no_energy
 from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
@@ -71,17 +71,26 @@ class Shape:
         return self.S * self.B * flops_per_token(self.config, self.config.vocab_size or 0, self.S)
 
 
-def _shape(title: str, L: int, H: int, A: int, G: int, F: int, V: int, S: int, B: int) -> Shape:
-    config = TransformerConfig(
-        num_layers=L, hidden_size=H, num_attention_heads=A, num_query_groups=G, ffn_hidden_size=F, vocab_size=V
-    )
-    return Shape(title, config, S, B)
+def _shape(title: str, L: int, H: int, A: int, G: int, F: int, V: int, S: int, B: int, E: int = 0) -> Shape:
+    model = {
+        "num_layers": L,
+        "hidden_size": H,
+        "num_attention_heads": A,
+        "num_query_groups": G,
+        "ffn_hidden_size": F,
+        "vocab_size": V,
+        "moe": {"num_experts": E, "top_k": 2} if E else None,
+    }
+    return Shape(title, TransformerConfig.model_validate(model), S, B)
 
 
 SHAPES = {
     "cuda": _shape("1B Llama", L=16, H=2048, A=32, G=8, F=8192, V=128256, S=4096, B=2),
     "cpu": _shape("28M Llama", L=6, H=512, A=8, G=8, F=1408, V=8192, S=512, B=4),
     "quick": _shape("tiny Llama", L=2, H=64, A=4, G=2, F=128, V=256, S=64, B=2),
+    "cuda mixtral": _shape("3.4B Mixtral, 8 experts", L=8, H=4096, A=32, G=8, F=3584, V=32000, S=4096, B=2, E=8),
+    "cpu mixtral": _shape("48M Mixtral, 8 experts", L=4, H=512, A=8, G=8, F=704, V=8192, S=512, B=4, E=8),
+    "quick mixtral": _shape("tiny Mixtral, 4 experts", L=2, H=64, A=4, G=2, F=64, V=256, S=64, B=2, E=4),
 }
 
 
@@ -111,23 +120,7 @@ def measure_steps(
     torch.manual_seed(0)
     weights = {name: x.detach().clone() for name, x in _hugging_face(shape, device).named_parameters()}
     tokens, labels = torch.randint(shape.config.vocab_size or 0, (2, shape.B, shape.S), device=device)
-    builders: dict[str, Builder] = {
-        BASE: lambda: _their_loss(_with_weights(_hugging_face(shape, device), weights), tokens, labels),
-        OURS: lambda: _our_loss(shape, device, weights, tokens, labels, contextlib.nullcontext),
-        "Hugging Face + megalith.fusions": lambda: _with_fusions(shape, device, weights, tokens, labels),
-        "Plain torch": lambda: _plain_loss(shape, device, weights, tokens, labels, PLAIN),
-        "Plain torch + megalith.fusions": lambda: _plain_loss(shape, device, weights, tokens, labels, FUSED),
-        "Megalith, fusions off": lambda: _our_loss(
-            shape, device, weights, tokens, labels, lambda: fusions.use("reference")
-        ),
-        "Hugging Face, compiled": lambda: _their_loss(_compiled(_hugging_face(shape, device), weights), tokens, labels),
-    }
-    if device == "cuda":
-        builders["Megalith, in a CUDA graph"] = lambda: _graphed(
-            _our_loss(shape, device, weights, tokens, labels, contextlib.nullcontext), device
-        )
-        # last, because it patches Hugging Face's module, which the other contenders share
-        builders["Hugging Face + Liger"] = lambda: _their_loss(_with_liger(shape, device, weights), tokens, labels)
+    builders = _builders(shape, device, weights, tokens, labels)
     clock, figures = Clock(device), dict[str, StepFigures]()
     for names in [list(builders)] if device == "cpu" else [[name] for name in builders]:
         _take_turns({name: builders[name] for name in names}, figures, clock, device, rounds)
@@ -138,6 +131,38 @@ def measure_steps(
                 figures[names[0]].rate = product_rate(clock, device)
         keep(figures)
     return figures
+
+
+def _builders(
+    shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor
+) -> dict[str, Builder]:
+    given = (shape, device, weights, tokens, labels)
+
+    def theirs(prepare: Callable[[Any], None] = lambda _: None, experts: str = "grouped_mm") -> Builder:
+        return lambda: _their_loss(_hugging_face(shape, device, weights, experts, prepare), tokens, labels)
+
+    def plain(parts: Parts) -> Builder:
+        return lambda: _plain_loss(*given, parts)
+
+    builders = {
+        BASE: theirs(),
+        OURS: lambda: _our_loss(*given, contextlib.nullcontext),
+        "Megalith, fusions off": lambda: _our_loss(*given, lambda: fusions.use("reference")),
+        "Hugging Face, compiled": theirs(_compile),
+    }
+    if shape.config.moe is None:
+        builders |= {
+            "Hugging Face + megalith.fusions": lambda: _with_fusions(*given),
+            "Plain torch": plain(PLAIN),
+            "Plain torch + megalith.fusions": plain(FUSED),
+        }
+    else:
+        builders["Hugging Face, experts one by one"] = theirs(experts="eager")
+    if device == "cuda":
+        builders["Megalith, in a CUDA graph"] = lambda: _graphed(_our_loss(*given, contextlib.nullcontext), device)
+        # last, because it patches Hugging Face's module, which the other contenders share
+        builders["Hugging Face + Liger"] = lambda: _their_loss(_with_liger(shape, device, weights), tokens, labels)
+    return builders
 
 
 def _take_turns(
@@ -275,7 +300,7 @@ def _our_loss(
 ) -> Loss:
     with torch.device(device):
         model = GPTModel(shape.config, BuildOptions(ProcessGroupCollection.single(), shape.dtype))
-    model.load_state_dict(weights)
+    _load(model, weights)
 
     def loss() -> tuple[nn.Module, Tensor]:
         with context():
@@ -289,16 +314,38 @@ def _their_loss(model: Any, tokens: Tensor, labels: Tensor) -> Loss:
     return lambda: (model, model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss)
 
 
-def _hugging_face(shape: Shape, device: str) -> Any:
+def _hugging_face(
+    shape: Shape,
+    device: str,
+    weights: dict[str, Tensor] | None = None,
+    experts: str = "grouped_mm",
+    prepare: Callable[[Any], None] = lambda _: None,
+) -> Any:
+    """Its model, after ``prepare``; with an implementation of ``experts``, if it has any."""
     transformers = need("transformers")
-    return _of_class(transformers.LlamaForCausalLM, transformers.LlamaConfig, shape, device)
+    name = "Llama" if shape.config.moe is None else "Mixtral"
+    classes = (getattr(transformers, f"{name}{kind}") for kind in ("ForCausalLM", "Config"))
+    model = _of_class(*classes, shape, device, experts)
+    if weights is not None:
+        _load(model, weights)
+    prepare(model)
+    return model
 
 
-def _of_class(model_class: Any, config_class: Any, shape: Shape, device: str) -> Any:
-    dtype = shape.dtype_name
-    fields = LLAMA.config_to_hf(shape.config, max_position_embeddings=shape.S, dtype=dtype, eos_token_id=None)
+def _load(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Loads ``weights`` by name; ours have the two matrices of an expert's gated unit in a dimension of their own."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.load_state_dict({name: weight.view(shapes[name]) for name, weight in weights.items()})
+
+
+def _of_class(model_class: Any, config_class: Any, shape: Shape, device: str, experts: str = "eager") -> Any:
+    family, dtype = LLAMA if shape.config.moe is None else MIXTRAL, shape.dtype_name
+    fields = family.config_to_hf(shape.config, max_position_embeddings=shape.S, dtype=dtype, eos_token_id=None)
     with torch.device(device):
-        return model_class(config_class(**fields)).to(shape.dtype).train()
+        config = config_class(**fields)
+        if shape.config.moe is not None:
+            config._experts_implementation = experts
+        return model_class(config).to(shape.dtype).train()
 
 
 def _with_fusions(shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Loss:
@@ -319,19 +366,12 @@ def _plain_loss(
     return lambda: (model, model(tokens, labels))
 
 
-def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
-    model.load_state_dict(weights)
-    return model
-
-
-def _compiled(model: Any, weights: dict[str, Tensor]) -> Any:
-    _with_weights(model, weights).compile()
-    return model
+def _compile(model: nn.Module) -> None:
+    model.compile()
 
 
 def _with_liger(shape: Shape, device: str, weights: dict[str, Tensor]) -> Any:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from liger_kernel import transformers as liger
 
-    model = _with_weights(_hugging_face(shape, device), weights)
-    apply_liger_kernel_to_llama(model=model)
-    return model
+    apply = liger.apply_liger_kernel_to_llama if shape.config.moe is None else liger.apply_liger_kernel_to_mixtral
+    return _hugging_face(shape, device, weights, prepare=lambda model: apply(model=model))

@@ -200,8 +200,18 @@ def _experts(record: Record, deadline: float, tiny: bool) -> None:
 
 
 def _step(record: Record, deadline: float, tiny: bool) -> None:
-    command = [sys.executable, "-m", "benchmarks.fusions", "--only", "--step", "--rounds", "7", *_where(record, tiny)]
-    _command(record, "step", "benchmarks.fusions --step", command, deadline)
+    _model_step(record, "step", "llama", deadline, tiny)
+
+
+def _moe_step(record: Record, deadline: float, tiny: bool) -> None:
+    _model_step(record, "moe-step", "mixtral", deadline, tiny)
+
+
+def _model_step(record: Record, part: str, model: str, deadline: float, tiny: bool) -> None:
+    options = ["--only", "--step", "--model", model, "--rounds", "7", *_where(record, tiny)]
+    _command(
+        record, part, "benchmarks.fusions --step", [sys.executable, "-m", "benchmarks.fusions", *options], deadline
+    )
 
 
 def _peers(record: Record, deadline: float, tiny: bool) -> None:
@@ -255,6 +265,7 @@ PARTS = {
     "train": Part(_train, 120),
     "step": Part(_step, 240),
     "experts": Part(_experts, 120),
+    "moe-step": Part(_moe_step, 180),
     "sanitizer": Part(_sanitizer, 180),
     "peers": Part(_peers, 1800),
 }

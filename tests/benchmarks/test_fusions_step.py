@@ -13,7 +13,7 @@ from benchmarks.fusions.plain_llama import FUSED, PLAIN, PlainLlama
 from benchmarks.fusions.step import BASE, OURS, SHAPES, as_markdown, measure_steps
 from benchmarks.fusions.waterfall import parts_of
 
-QUICK = replace(SHAPES["quick"], dtype=torch.float32)
+QUICK, QUICK_MIXTRAL = (replace(SHAPES[name], dtype=torch.float32) for name in ("quick", "quick mixtral"))
 SLOW_TO_BUILD = ("Hugging Face, compiled", "Hugging Face + Liger")
 
 
@@ -21,27 +21,23 @@ def not_here(*_):
     raise RuntimeError("it takes longer to build than all others together")
 
 
-@pytest.fixture(scope="module")
-def figures():
-    with pytest.MonkeyPatch.context() as patch:
-        for builder in ("_compiled", "_with_liger"):
-            patch.setattr(step, builder, not_here)
-        patch.setattr(step, "memory_of", lambda *_: None)
-        patch.setattr(step, "why_no_energy", lambda _: "it would take seconds")
-        before = modeling_llama.LlamaRMSNorm.forward
-        found = measure_steps(QUICK, "cpu", 1)
-        assert modeling_llama.LlamaRMSNorm.forward is before  # the page's code changes a copy
-    return found
-
-
-def test_every_contender_runs_and_has_the_loss_of_the_base(figures):
+@pytest.mark.parametrize("shape", [QUICK, QUICK_MIXTRAL], ids=["llama", "mixtral"])
+def test_every_contender_runs_and_has_the_loss_of_the_base(shape, monkeypatch):
+    for builder in ("_compile", "_with_liger"):
+        monkeypatch.setattr(step, builder, not_here)
+    monkeypatch.setattr(step, "memory_of", lambda *_: None)
+    monkeypatch.setattr(step, "why_no_energy", lambda _: "it would take seconds")
+    before = modeling_llama.LlamaRMSNorm.forward
+    figures = measure_steps(shape, "cpu", 1)
+    assert modeling_llama.LlamaRMSNorm.forward is before  # the page's code changes a copy
     running = {name: one for name, one in figures.items() if name not in SLOW_TO_BUILD}
+    assert len(running) == (6 if shape is QUICK else 4)
     assert {name: one.failure for name, one in running.items()} == dict.fromkeys(running)
     for name, one in running.items():
         # the page's code omits the last of 64 tokens
         tolerance = 1e-2 if name == "Hugging Face + megalith.fusions" else 1e-5
         assert one.loss == pytest.approx(figures[BASE].loss, abs=tolerance), name
-    assert "| Plain torch + megalith.fusions |" in as_markdown(figures, QUICK)
+    assert all(f"| {name} |" in as_markdown(figures, shape) for name in running)
 
 
 def test_gradients_of_the_plain_llama_are_the_same_with_fusions():

@@ -17,7 +17,7 @@ from benchmarks.restartable import _IMPORTED
 from tests.fusions.harness import Case, first_of_each_operation
 from tests.kernel_reports import in_interpreter
 
-COMMANDS = {"tests", "train", "step", "experts", "peers"}  # parts that start a program, which takes seconds
+COMMANDS = {"tests", "train", "step", "experts", "moe-step", "peers"}  # parts that start a program, which takes seconds
 
 
 @in_interpreter

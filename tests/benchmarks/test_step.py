@@ -56,17 +56,26 @@ def test_ours_and_theirs_pass_the_gate_and_are_timed_in_turns():
 
 
 @pytest.mark.usefixtures("workers")
+def test_a_mixture_in_our_names_has_the_gradients_of_theirs_up_to_ties_in_bfloat16():
+    names = [OURS, "Hugging Face, float32, grouped_mm", "Hugging Face, bfloat16, grouped_mm"]
+    ours, theirs, base = (measure("moe-step", "quick", 1, names).entries[name] for name in names)
+    assert [each.failure for each in (ours, theirs, base)] == [None] * 3
+    assert max(ours.first.gradient_error, theirs.first.gradient_error) < 1e-5
+
+
+@pytest.mark.usefixtures("workers")
 def test_a_bert_of_theirs_in_bfloat16_passes_the_gate():
     theirs = "Hugging Face, bfloat16, eager"
     assert measure("bert-step", "quick", 1, [theirs]).entries[theirs].failure is None
 
 
 @pytest.mark.slow  # it patches torch, so it needs a process, which imports Megatron-Core and compiles its fusions
+@pytest.mark.parametrize(("case", "tolerance"), [("step", 0.02), ("moe-step", 0.2)])  # in bfloat16
 @pytest.mark.parametrize("name", [name for name in CASES["step"].contenders if name.startswith("Megatron-Core")])
-def test_megatron_core_gives_the_gradients_of_the_reference(name):
-    entry = measure("step", "quick", 1, [name]).entries[name]
+def test_megatron_core_gives_the_gradients_of_the_reference(name, case, tolerance):
+    entry = measure(case, "quick", 1, [name]).entries[name]
     assert entry.failure is None
-    assert entry.first.gradient_error < (1e-5 if "float32" in name else 0.02)
+    assert entry.first.gradient_error < (1e-5 if "float32" in name else tolerance)
 
 
 def test_one_dtype_leaves_out_who_computes_in_another_but_the_base():
