@@ -18,7 +18,7 @@ _EXTRAS: dict[str, tuple[str, str | None]] = {
     "torch.utils.tensorboard": ("writing TensorBoard files", "tracking"),
     "wandb": ("logging to Weights & Biases", "tracking"),
     "mlflow": ("logging to MLflow", "tracking"),
-    "pynvml": ("train.log_energy on an NVIDIA GPU", "energy"),
+    "pynvml": ("measuring the energy of an NVIDIA GPU", "energy"),
     "transformers": ("comparing with Hugging Face", "hf"),
     "megatron.core": ("comparing with Megatron-Core", "dev"),
     "deep_ep": ("parallel.dispatch.method=flex", None),

@@ -12,7 +12,7 @@ __all__ = ["OperatorRecorder"]
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """A ``Recorder``. Like a GPU, it leaves no values behind by a capture, and refuses to read one in Python."""
+    """A recorder. Like a GPU, it leaves no values behind by a capture, and refuses to read one in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class OperatorRecorder(TorchDispatchMode):
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if operator is torch.ops.aten._local_scalar_dense.default:
+        if _reads_values(operator, args):
             raise RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
         for tensor in _written(operator, args, kwargs):
             if _address(tensor) not in self._made:
@@ -55,6 +55,12 @@ class OperatorRecorder(TorchDispatchMode):
         self.calls.append((operator, args, kwargs, result))
         self._made |= {_address(x): x.detach() for x in _tensors(result) if _address(x) not in before}
         return result
+
+
+def _reads_values(operator: Any, args: Sequence[Any]) -> bool:
+    if operator is torch.ops.aten.index.Tensor:  # its tags say so even for integers
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(operator.tags)
 
 
 def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,74 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.acceleration import full_cuda_graph
 from megalith.acceleration.full_cuda_graph import FullCudaGraph
-from megalith.config import TransformerConfig
-from megalith.errors import ConfigError
-from megalith.models.gpt_model import GPTModel
-from megalith.numerics.dropout import DropoutKey
-from megalith.parallel.build_options import BuildOptions
-from megalith.topology.process_groups_config import ProcessGroupCollection
-from tests.acceleration.operator_recorder import OperatorRecorder
-
-CPU = torch.device("cpu")
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(torch.device("cuda"), id="cuda", marks=NEEDS_GPU)]
-V, S, B = 97, 32, 2
-
-
-@pytest.fixture
-def recorders(monkeypatch) -> list[OperatorRecorder]:
-    """The recorders of all graphs on the CPU."""
-    made: list[OperatorRecorder] = []
-    real = full_cuda_graph._recorder_on
-
-    def recorder_on(device: torch.device) -> full_cuda_graph.Recorder | None:
-        if device.type != "cpu":
-            return real(device)
-        made.append(OperatorRecorder())
-        return made[-1]
-
-    monkeypatch.setattr(full_cuda_graph, "_recorder_on", recorder_on)
-    return made
-
-
-class Linear:
-    """An iteration of ``x @ weight``, which counts how often its Python runs and where its input is."""
-
-    def __init__(self, device: torch.device = CPU) -> None:
-        self.weight = nn.Parameter(torch.arange(6.0, device=device).view(2, 3) + 1.0)
-        self.addresses: list[int] = []
-
-    def __call__(self, x: Tensor, *rest: Any) -> Tensor:
-        self.addresses.append(x.data_ptr())
-        y = (x @ self.weight).square().sum()
-        y.backward()
-        return y
-
-    def graph(self, **kwargs: Any) -> FullCudaGraph:
-        return FullCudaGraph(self, [self.weight], self.weight.device, **kwargs)
-
-    def check(self, found: Tensor, x: Tensor) -> None:
-        """Checks the result and the gradient for ``x``, and drops the gradient."""
-        y = x @ self.weight.detach()
-        torch.testing.assert_close(found, y.square().sum())
-        torch.testing.assert_close(self.weight.grad, 2 * x.t() @ y)
-        self.weight.grad = None
-
-
-def inputs(num: int, *shape: int, device: torch.device = CPU) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randn(*shape, generator=generator).to(device) for _ in range(num))
-
-
-def gpt(device: torch.device, dropout: float = 0.0) -> GPTModel:
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=V, ffn_hidden_size=48, hidden_dropout=dropout
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return GPTModel(config, BuildOptions(ProcessGroupCollection.single(), torch.float32))
+from tests.acceleration.iterations import CPU, DEVICES, B, Linear, S, V, gpt, inputs
 
 
 def trained(device: torch.device, wrapped: Callable[..., Callable[..., Tensor]]) -> tuple[list[float], list[Tensor]]:
@@ -147,21 +82,17 @@ def test_another_kind_of_inputs_is_run_and_captured_anew(device, recorders):
         assert graph.is_captured
 
 
-def change_dtype(graph: FullCudaGraph, iteration: Linear, x: Tensor) -> tuple[Any, ...]:
-    iteration.weight.data = iteration.weight.data.double()
-    return (x.double(),)
-
-
 def move_the_weight(graph: FullCudaGraph, iteration: Linear, x: Tensor) -> tuple[Any, ...]:
     iteration.weight.data = iteration.weight.data + 1.0
-    return (x,)
+    return (x, 1)
 
 
 OTHERS = {
-    "dtype": change_dtype,
+    "dtype": lambda graph, iteration, x: (x.double(), 1),
     "a moved weight": move_the_weight,
     "a number": lambda graph, iteration, x: (x, 2),
     "a number's class": lambda graph, iteration, x: (x, 1.0),
+    "the sign of zero": lambda graph, iteration, x: (x, -0.0),
     "structure": lambda graph, iteration, x: (x, [1]),
     "reset": lambda graph, iteration, x: graph.reset() or (x, 1),
 }
@@ -172,23 +103,55 @@ def test_what_makes_another_kind(change, recorders):
     iteration = Linear()
     graph = iteration.graph(num_warmups=1)
     for x in inputs(2, 4, 2):
-        iteration.check(graph(x, 1), x)
+        iteration.check(graph(x, 0.0 if change is OTHERS["the sign of zero"] else 1), x)
+    assert graph.is_captured
     given = change(graph, iteration, x)
-    iteration.check(graph(*given), given[0])
+    iteration.check(graph(*given), x)
     assert not graph.is_captured
     assert len(recorders) == 2
 
 
-@pytest.mark.parametrize(
-    "mode", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["grad", "autocast"]
-)
+MODES = {
+    "grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 def test_modes_of_autograd_and_autocast_make_another_kind(mode, recorders):
     graph = FullCudaGraph(lambda x: x @ x, [], CPU, num_warmups=1)
     for context in (contextlib.nullcontext, contextlib.nullcontext, mode):
         with context():
             found = graph(torch.eye(2))
     assert not graph.is_captured
-    assert found.dtype == (torch.float32 if mode is torch.no_grad else torch.bfloat16)
+    assert found.dtype == (torch.bfloat16 if mode is MODES["autocast"] else torch.float32)
+
+
+def test_not_a_number_is_no_other_kind(recorders):
+    iteration = Linear()
+    graph = iteration.graph()
+    for x in inputs(4, 4, 2):
+        iteration.check(graph(x, math.nan), x)
+    assert graph.is_captured
+
+
+def test_experts_on_one_rank_are_captured(recorders):
+    model = gpt(CPU, moe={"num_experts": 4, "top_k": 2})
+    batches = torch.randint(V, (4, 2, B, S))
+
+    def iteration(tokens: Tensor, labels: Tensor) -> Tensor:
+        loss = model(tokens, labels=labels).mean()
+        loss.backward()
+        return loss.detach()
+
+    graph = FullCudaGraph(iteration, model.parameters(), CPU)
+    for batch in batches:
+        model.zero_grad()
+        found = [graph(*batch), *(parameter.grad.clone() for parameter in model.parameters())]
+        model.zero_grad()
+        assert all(map(torch.equal, found, [iteration(*batch), *(parameter.grad for parameter in model.parameters())]))
+    assert graph.is_captured
 
 
 def test_two_graphs_of_one_function_are_independent(recorders):
@@ -238,65 +201,6 @@ def test_without_a_gpu_every_call_runs_the_function():
         iteration.check(graph(x), x)
     assert len(iteration.addresses) == 5
     assert not graph.is_captured
-
-
-def test_gradients_left_from_another_iteration_are_refused(recorders):
-    iteration = Linear()
-    graph = iteration.graph()
-    [x] = inputs(1, 4, 2)
-    graph(x)
-    before = iteration.weight.grad.clone()
-    with pytest.raises(ConfigError, match=r"call zero_grad\(set_to_none=True\) first"):
-        graph(x)
-    assert torch.equal(iteration.weight.grad, before)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_value_read_in_python_is_refused_with_the_reason_and_nothing_is_left_behind(device, recorders):
-    iteration = Linear(device)
-
-    def reads(x: Tensor) -> Tensor:
-        loss = iteration(x)
-        return loss if loss.item() > 0 else -loss
-
-    graph = FullCudaGraph(reads, [iteration.weight], device, num_warmups=1)
-    for x in inputs(2, 4, 2, device=device):
-        if graph._num_runs == 0:
-            iteration.check(graph(x), x)
-            continue
-        with pytest.raises(ConfigError, match=r"cannot be captured .*not permitted when stream is capturing; it must"):
-            graph(x)
-    assert iteration.weight.grad is None
-    assert not graph.is_captured
-    iteration.check(graph(x), x)  # as at first
-
-
-@NEEDS_GPU
-def test_dropout_refuses_to_be_captured():
-    device = torch.device("cuda")
-    model = gpt(device, dropout=0.1)
-
-    def iteration(tokens: Tensor) -> Tensor:
-        token_ids = torch.arange(B * S, device=device).view(B, S)
-        return model(tokens, labels=tokens, dropout_key=DropoutKey(0, 0, token_ids)).sum().backward()
-
-    graph = FullCudaGraph(iteration, model.parameters(), device, num_warmups=1)
-    tokens = torch.randint(V, (B, S))
-    graph(tokens)
-    model.zero_grad()
-    with pytest.raises(ConfigError, match="every replay would drop the elements"):
-        graph(tokens)
-
-
-@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes"], ids=["set", "object", "bytes"])
-def test_inputs_that_may_hold_tensors_out_of_sight_are_refused(value, recorders):
-    with pytest.raises(ConfigError, match=f"got {type(value).__name__}; pass its tensors"):
-        Linear().graph()(torch.ones(4, 2), value)
-
-
-def test_a_capture_without_a_call_before_is_refused():
-    with pytest.raises(ConfigError, match="num_warmups must be at least 1"):
-        Linear().graph(num_warmups=0)
 
 
 def test_inputs_that_change_again_and_again_are_warned_of_once(recorders, caplog):

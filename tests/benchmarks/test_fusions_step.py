@@ -12,6 +12,7 @@ from benchmarks.fusions.clock import Clock
 from benchmarks.fusions.plain_llama import FUSED, PLAIN, PlainLlama
 from benchmarks.fusions.step import BASE, OURS, SHAPES, as_markdown, measure_steps
 from benchmarks.fusions.waterfall import parts_of
+from megalith.errors import ConfigError
 
 QUICK, QUICK_MIXTRAL = (replace(SHAPES[name], dtype=torch.float32) for name in ("quick", "quick mixtral"))
 SLOW_TO_BUILD = ("Hugging Face, compiled", "Hugging Face + Liger")
@@ -26,7 +27,7 @@ def test_every_contender_runs_and_has_the_loss_of_the_base(shape, monkeypatch):
     for builder in ("_compile", "_with_liger"):
         monkeypatch.setattr(step, builder, not_here)
     monkeypatch.setattr(step, "memory_of", lambda *_: None)
-    monkeypatch.setattr(step, "why_no_energy", lambda _: "it would take seconds")
+    monkeypatch.setattr(step, "_joules", lambda *_: None)  # which takes seconds
     before = modeling_llama.LlamaRMSNorm.forward
     figures = measure_steps(shape, "cpu", 1)
     assert modeling_llama.LlamaRMSNorm.forward is before  # the page's code changes a copy
@@ -101,16 +102,18 @@ def test_energy_is_that_of_enough_steps_for_a_counter_or_left_out(monkeypatch):
     def burn() -> None:
         counter.used += 0.25
 
-    monkeypatch.setattr(step, "why_no_energy", lambda _: None)
+    def refused(device: torch.device) -> Counter:
+        raise ConfigError("NVML cannot read the energy")
+
     monkeypatch.setattr(step, "energy_source", lambda _: counter)
     assert step._joules(burn, "cpu", seconds=0.15) == pytest.approx(0.25)
     assert counter.is_closed
-    assert counter.used == 7.0 + 0.25 * 14  # 2.1 s of steps
+    assert counter.used == 7.0 + 0.25 * 34  # 5.1 s of steps
     figures = step.StepFigures(seconds=[1.0], joules=0.25)
-    assert f"| {1e3 * 0.25 / (QUICK.B * QUICK.S):.3g} |" in as_markdown({BASE: figures}, QUICK)
+    assert f"| {1e3 * 0.25 / (QUICK.B * QUICK.S):.2g} |" in as_markdown({BASE: figures}, QUICK)
     counter.used = None
     assert step._joules(lambda: None, "cpu", seconds=2.0) is None
-    monkeypatch.setattr(step, "why_no_energy", lambda _: "no counter")
+    monkeypatch.setattr(step, "energy_source", refused)
     assert step._joules(burn, "cpu", seconds=2.0) is None
 
 
@@ -130,7 +133,7 @@ def test_a_contender_that_fails_in_a_round_has_the_reason_and_the_others_their_f
 
     calls = iter([False, True])
     monkeypatch.setattr(step, "_first_step", first_step)
-    monkeypatch.setattr(step, "why_no_energy", lambda _: "the steps are empty")
+    monkeypatch.setattr(step, "_joules", lambda *_: None)
     figures: dict[str, step.StepFigures] = {}
     names = (BASE, OURS, "other")
     step._take_turns({name: builder(name) for name in names}, figures, Clock("cpu"), "cpu", 3)

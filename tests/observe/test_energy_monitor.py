@@ -1,5 +1,6 @@
 """Energy: laps and pauses by hand, counters shared by ranks or lost, and the counter of a real GPU."""
 
+import math
 import time
 from collections.abc import Sequence
 from itertools import repeat
@@ -34,19 +35,21 @@ def test_a_lap_has_what_was_used_between_resume_and_pause():
         monitor.resume()
         time.sleep(0.01)
         monitor.pause()
-        time.sleep(0.05)  # not counted
+        time.sleep(0.5)  # not counted
     lap = monitor.lap()
     assert (lap.joules, lap.num_counters) == (3.0, 1)
-    assert 0.02 <= lap.seconds < 0.1
+    assert 0.02 <= lap.seconds < 0.5
     assert lap.watts == 3.0 / lap.seconds
-    assert monitor.lap() == Energy(0.0, 0.0, 1)  # still paused
+    empty = monitor.lap()  # still paused
+    assert empty == Energy(0.0, 0.0, 1)
+    assert math.isnan(empty.watts)
 
 
-def test_laps_of_a_running_monitor_add_up_and_pauses_are_left_out():
-    monitor = EnergyMonitor(Readings([100.0, 101.0, 101.5, 104.0, 109.0, 110.0, 110.0]), CPU)
+def test_laps_of_a_running_monitor_add_up_to_all_that_was_used_and_pauses_are_left_out():
+    monitor = EnergyMonitor(Readings([100.0, 101.5, 104.0, 109.0, 110.0]), CPU)
     monitor.resume()
     monitor.resume()  # it already runs, and nothing is read
-    assert monitor.lap().joules == 1.0  # 100 to 101
+    assert monitor.lap().joules == 1.5  # the reading that ends a lap begins the next
     with monitor.paused():  # 101.5 to 104 is measured; then 5 J are not
         monitor.pause()
     assert monitor.lap().joules == 2.5 + 1.0
@@ -78,12 +81,12 @@ def lap_on_two_ranks(of_ranks: Sequence[tuple[str, Sequence[float | None]]]) -> 
 
 
 def test_ranks_add_up():
-    of_ranks = [("GPU-0", [0.0, 3.0, 3.0, 3.0]), ("GPU-1", [7.0, 9.0, 9.0, 9.0])]
+    of_ranks = [("GPU-0", [0.0, 3.0, 3.0]), ("GPU-1", [7.0, 9.0, 9.0])]
     assert ranks(2, lap_on_two_ranks, of_ranks) == [(5.0, 2, 2)] * 2
 
 
 def test_a_counter_that_two_ranks_share_is_counted_once():
-    of_ranks = [("GPU-0", [0.0, 3.0, 3.0, 3.0]), ("GPU-0", [0.0, 3.5, 3.5, 3.5])]
+    of_ranks = [("GPU-0", [0.0, 3.0, 3.0]), ("GPU-0", [0.0, 3.5, 3.5])]
     assert ranks(2, lap_on_two_ranks, of_ranks) == [(3.0, 1, 1)] * 2
 
 
@@ -94,8 +97,7 @@ def test_a_rank_whose_counter_cannot_be_read_leaves_the_others_sum():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_counter_of_a_gpu_agrees_with_its_power_over_five_seconds():
-    import pynvml
-
+    pynvml = pytest.importorskip("pynvml")
     device = torch.device("cuda", 0)
     source, x = energy_source(device), torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     handle = pynvml.nvmlDeviceGetHandleByUUID(source.name)

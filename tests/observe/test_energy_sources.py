@@ -1,5 +1,6 @@
 """Energy counters, with NVML and powercap files replaced by fakes that have their units and failures."""
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,10 @@ class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818  NVML's name
     pass
 
 
+class NVMLError_FunctionNotFound(NVMLError):  # noqa: N801, N818
+    pass
+
+
 @pytest.fixture
 def nvml(monkeypatch) -> SimpleNamespace:
     """NVML with one GPU, which has used 5 J and draws 70 W."""
@@ -42,6 +47,7 @@ def nvml(monkeypatch) -> SimpleNamespace:
 
     module = ModuleType("pynvml")
     module.NVMLError, module.NVMLError_NotSupported = NVMLError, NVMLError_NotSupported
+    module.NVMLError_FunctionNotFound = NVMLError_FunctionNotFound
     module.nvmlInit = lambda: fake.opened.append("NVML")
     module.nvmlDeviceGetHandleByUUID = open_by_uuid
     module.nvmlDeviceGetTotalEnergyConsumption = lambda handle: read("millijoules")
@@ -55,7 +61,8 @@ def nvml(monkeypatch) -> SimpleNamespace:
 def test_the_package_has_the_functions_and_errors_that_are_used():
     import pynvml
 
-    assert issubclass(pynvml.NVMLError_NotSupported, pynvml.NVMLError)
+    for error in (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+        assert issubclass(error, pynvml.NVMLError)
     names = ("Init", "DeviceGetHandleByUUID", "DeviceGetTotalEnergyConsumption", "DeviceGetPowerUsage")
     assert all(callable(getattr(pynvml, f"nvml{name}")) for name in names)
 
@@ -73,15 +80,16 @@ def test_a_reading_that_fails_is_none(nvml):
     assert source.joules() is None
 
 
-def test_a_gpu_without_a_counter_has_its_power_integrated(nvml):
-    nvml.millijoules = NVMLError_NotSupported("Not Supported")
+@pytest.mark.parametrize("error", [NVMLError_NotSupported("Not Supported"), NVMLError_FunctionNotFound("Not Found")])
+def test_a_gpu_without_a_counter_has_its_power_integrated(nvml, error):
+    nvml.millijoules = error
     source = energy_source(GPU)
     assert isinstance(source, PowerSamples)
     before, started = source.joules(), time.perf_counter()
     time.sleep(0.35)
     after, seconds = source.joules(), time.perf_counter() - started
     source.close()
-    assert after - before == pytest.approx(70.0 * seconds, rel=0.05)
+    assert after - before == pytest.approx(70.0 * seconds, rel=0.1)
 
 
 def test_sampled_power_is_the_mean_of_two_samples_times_the_time_between(monkeypatch):
@@ -104,7 +112,7 @@ def test_sampled_power_is_the_mean_of_two_samples_times_the_time_between(monkeyp
 @pytest.mark.parametrize("error", [NVMLError_NotSupported("Not Supported"), NVMLError("Insufficient Permissions")])
 def test_a_gpu_whose_energy_cannot_be_read_is_refused(nvml, error):
     nvml.millijoules = nvml.milliwatts = error
-    with pytest.raises(ConfigError, match=rf"cannot read the energy of GPU-{UUID} \({error}\); set train.log_energy=f"):
+    with pytest.raises(ConfigError, match=rf"cannot read the energy of GPU-{UUID} \({error}\)"):
         energy_source(GPU)
 
 
@@ -116,7 +124,7 @@ def test_a_gpu_that_nvml_does_not_know_is_refused(nvml, monkeypatch):
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(ConfigError, match=r"pip install 'megalith\[energy\]'; or set train.log_energy=false"):
+    with pytest.raises(ConfigError, match=r"pip install 'megalith\[energy\]'$"):
         energy_source(GPU)
 
 
@@ -152,6 +160,35 @@ def test_the_packages_of_a_machine_are_summed_without_their_parts_and_wrap_aroun
     assert source.joules() == pytest.approx(0.3 + 0.05)
     second.unlink()
     assert source.joules() is None
+    source.close()
+
+
+def test_counters_of_cpus_are_read_in_between_so_that_none_wraps_around_unseen(powercap, monkeypatch):
+    monkeypatch.setattr(energy_sources, "_RAPL_EVERY", 0.01)
+    file = zone(powercap / "intel-rapl:0", "package-0", 0)
+    source = energy_source(CPU)
+    for microjoules in (600_000, 200_000, 800_000, 400_000):  # beyond its range of 1 J twice
+        file.write_text(f"{microjoules}\n")
+        while source._last != [microjoules]:
+            time.sleep(0.001)
+    assert source.joules() == pytest.approx(2.4)
+    source.close()
+
+
+def test_the_cpus_of_a_machine_have_the_name_of_its_boot(powercap, monkeypatch):
+    zone(powercap / "intel-rapl:0", "package-0", 0)
+    boot = powercap / "boot_id"
+    boot.write_text("1a2b\n")
+    monkeypatch.setattr(energy_sources, "_BOOT_ID", boot)
+    with contextlib.closing(energy_source(CPU)) as source:
+        assert source.name == "CPU packages of 1a2b"
+
+
+def test_one_package_that_cannot_be_read_is_not_left_out(powercap):
+    zone(powercap / "intel-rapl:0", "package-0", 0)
+    zone(powercap / "intel-rapl:1", "package-1", 0).unlink()
+    with pytest.raises(ConfigError, match=r"the CPU's energy counter cannot be read \(.*No such file"):
+        energy_source(CPU)
 
 
 def test_a_counter_that_only_root_may_read_is_refused_with_the_command_that_opens_it(powercap, monkeypatch):
@@ -164,10 +201,10 @@ def test_a_counter_that_only_root_may_read_is_refused_with_the_command_that_open
         return read_text(path)
 
     monkeypatch.setattr(Path, "read_text", refused)
-    with pytest.raises(ConfigError, match=r"only root may read .* run: sudo chmod a\+r .*intel-rapl:\*/energy_uj; or"):
+    with pytest.raises(ConfigError, match=r"only root may read .*: sudo chmod a\+r .*intel-rapl:\*/energy_uj$"):
         energy_source(CPU)
 
 
 def test_a_machine_without_a_counter_is_refused(powercap):
-    with pytest.raises(ConfigError, match="this machine has no energy counter of its CPU"):
+    with pytest.raises(ConfigError, match="no energy counter of this machine's CPU is visible"):
         energy_source(CPU)

@@ -1,39 +1,43 @@
 """train.log_energy: counters that the task itself advances, in records, the last line and warnings of whole runs."""
 
 import logging
-import math
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megalith.config import load_run
+from megalith.errors import ConfigError
+from megalith.insight.run_history import read_run
 from megalith.observe import energy_sources
 from megalith.observe.metrics import read_metrics
-from megalith.training import preflight, pretrain
+from megalith.training import callbacks, machine_fit, pretrain
+from megalith.training.loop import Callback
 from megalith.training.setup import RunParts
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from tests.program import here, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings
 
-STEP, EVALUATION = 10.0, 1e6  # joules of a forward
+FORWARD, APART = 10.0, 1e6  # joules of a forward in a step, and of an evaluation or a checkpoint
 
 
 class Counter:
-    """The counter of this rank's device, which cannot be read from its ``fails_at``-th reading on."""
+    """The counter of this rank's device, which cannot be read at the readings ``fails``, counted from 0."""
 
-    def __init__(self, fails_at: float) -> None:
+    def __init__(self, fails: range) -> None:
         self.name = f"device {dist.get_rank()}"
         self.used = 0.0
         self.is_closed = False
-        self._left = fails_at
+        self._fails, self._readings = fails, count()
 
     def joules(self) -> float | None:
-        self._left -= 1
-        return self.used if self._left >= 0 else None
+        return None if next(self._readings) in self._fails else self.used
 
     def close(self) -> None:
         self.is_closed = True
@@ -47,71 +51,132 @@ class Heating(PretrainGPT):
         self.counter = counter
 
     def forward(self, model: Any, inputs: Any, hidden: Any) -> Any:
-        self.counter.used += STEP if torch.is_grad_enabled() else EVALUATION
+        self.counter.used += FORWARD if torch.is_grad_enabled() else APART
         return super().forward(model, inputs, hidden)
 
 
-def lines_of(tree: dict[str, Any], world_size: int, fails_at: float) -> list[str]:
-    """What a run shows and warns of, if the counter of the last rank fails at that reading."""
+def lines_of(tree: dict[str, Any], world_size: int, fails: range = range(0), stops_at: int = 0) -> list[str]:
+    """What a run shows and warns of, if the counter of the last rank cannot be read at ``fails``; stopped at a step."""
     config, lines = load_run(tree, world_size=world_size), []
-    counter = Counter(fails_at if dist.get_rank() == world_size - 1 else math.inf)
+    counter = Counter(fails if dist.get_rank() == world_size - 1 else range(0))
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megalith").addHandler(handler)
+
+    class Stop(Callback):
+        def on_step(self, run: Any, finished: Any) -> None:
+            if run.state.step == stops_at:
+                stop.reason = "the test"
+
+    real_save = callbacks.save
+
+    def save(*args: Any) -> Any:
+        counter.used += APART
+        return real_save(*args)
+
+    stop = SimpleNamespace(reason=None, limit_time=lambda minutes: None)
     try:
-        with patch.object(pretrain, "energy_source", lambda device: counter):
-            pretrain.pretrain(config, lines.append, str, RunParts(Heating(config, counter)))
+        with patch.object(pretrain, "energy_source", lambda device: counter), patch.object(callbacks, "save", save):
+            parts = RunParts(Heating(config, counter), callbacks=(Stop(),))
+            pretrain.pretrain(config, lines.append, str, parts, stop=stop)
     finally:
         logging.getLogger("megalith").removeHandler(handler)
     assert counter.is_closed
     return lines
 
 
-def tree_in(folder: Path, **train: Any) -> dict[str, Any]:
-    tree = settings(folder, train={"steps": 5, "log_every": 2, "log_energy": True, **train}, checkpoint={"every": 3})
+def tree_in(folder: Path) -> dict[str, Any]:
+    """Laps end after steps 1, 3, 4 (a checkpoint) and 5."""
+    train = {"steps": 5, "log_every": 3, "log_energy": True, "evaluation": {"every": 2, "samples": 2}}
+    tree = settings(folder, train=train, checkpoint={"every": 4})
     tree["data"]["valid"] = tree["data"]["train"]
     return tree
 
 
-def test_records_and_the_last_line_have_the_energy_of_the_steps_alone(tmp_path):
-    tree = tree_in(tmp_path, evaluation={"every": 2, "samples": 2})
-    lines = ranks(2, lines_of, tree, 2, math.inf)[0]
-    steps = {record["step"]: record.get("energy") for record in read_metrics(Path(tree["run"])) if "loss" in record}
-    per_step = 2 * 2 * STEP  # two ranks with two micro-batches each
-    tokens = 8 * SEQ
-    joules = {step: energy and energy["joules"] for step, energy in steps.items()}
-    assert joules == {1: per_step, 2: per_step, 3: None, 4: 2 * per_step, 5: per_step}
-    assert all(energy["tokens_per_joule"] == tokens / per_step for energy in steps.values() if energy)
-    assert all(energy["counters"] == 2 and energy["watts"] > 0 for energy in steps.values() if energy)
+def energies_of(tree: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """The energy in each record, by step."""
+    return {record["step"]: record["energy"] for record in read_metrics(Path(tree["run"])) if "energy" in record}
+
+
+def line_of(lines: list[str]) -> str:
     [line] = [line for line in lines if line.startswith("energy of the steps")]
+    return line
+
+
+PER_STEP = 2 * 2 * FORWARD  # two ranks with two micro-batches each
+TOKENS = 8 * SEQ
+
+
+def test_records_and_the_line_at_the_end_have_the_energy_of_the_steps_alone(tmp_path):
+    tree = tree_in(tmp_path)
+    line = line_of(ranks(2, lines_of, tree, 2)[0])
+    energies = energies_of(tree)
+    assert {step: each["joules"] / PER_STEP for step, each in energies.items()} == {1: 1, 3: 2, 4: 1, 5: 1}
+    assert {step: each["tokens"] / TOKENS for step, each in energies.items()} == {1: 1, 3: 2, 4: 1, 5: 1}
+    assert all(each["tokens_per_joule"] == TOKENS / PER_STEP for each in energies.values())
+    assert all(each["counters"] == 2 and each["watts"] > 0 for each in energies.values())
     assert line.startswith("energy of the steps   200 J, 3.2 tokens/J, ")
     assert line.endswith(" W")
 
 
-def test_a_counter_that_fails_is_warned_of_and_the_line_says_what_is_missing(tmp_path):
+def test_a_stopped_run_keeps_its_last_steps_and_the_report_adds_up_its_starts(tmp_path):
     tree = tree_in(tmp_path)
-    lines = ranks(2, lines_of, tree, 2, 4)[0]  # read at the start, twice at step 1, and before step 2 ends
-    assert "only 1 of 2 energy counters could be read" in lines
-    [line] = [line for line in lines if line.startswith("energy of the steps")]
-    assert line.endswith("W, read from only 1 of 2 counters at times")
-    energies = [record["energy"]["counters"] for record in read_metrics(Path(tree["run"])) if "energy" in record]
-    assert energies[0] == 2
-    assert energies[-1] == 1
+    lines = ranks(2, lines_of, tree, 2, stops_at=2)[0]
+    assert line_of(lines).startswith("energy of the steps   80 J, 3.2 tokens/J")
+    last = [*read_metrics(Path(tree["run"]))][-1]
+    assert last.keys() == {"step", "energy"}
+    assert (last["step"], last["energy"]["tokens"]) == (2, TOKENS)
+    lines = ranks(2, lines_of, tree, 2)[0]
+    assert line_of(lines).startswith("energy of the steps   120 J, 3.2 tokens/J")
+    assert read_run(Path(tree["run"])).joules == 5 * PER_STEP
 
 
-def test_without_a_reading_the_line_says_so(tmp_path):
+def test_laps_in_which_a_counter_failed_have_no_rates_and_are_not_in_the_line(tmp_path):
     tree = tree_in(tmp_path)
-    [lines] = ranks(1, lines_of, tree, 1, 0)
-    assert "energy of the steps   not measured, read from only 0 of 1 counters at times" in lines
-    assert not [record for record in read_metrics(Path(tree["run"])) if "energy" in record]
+    at_step_3 = range(4, 5)  # after the readings at the start, after step 1, and before and after an evaluation
+    lines = ranks(2, lines_of, tree, 2, at_step_3)
+    assert [line for line in lines[0] if "energy counters" in line] == [
+        "1 of 2 energy counters could be read",
+        "2 of 2 energy counters could be read",
+    ]
+    assert not [line for line in lines[1] if "energy counters" in line]
+    energies = energies_of(tree)
+    assert {step: each.get("missing_counters", 0) for step, each in energies.items()} == {1: 0, 3: 1, 4: 1, 5: 0}
+    assert not any("watts" in energies[step] or "tokens_per_joule" in energies[step] for step in (3, 4))
+    assert energies[4]["joules"] == PER_STEP / 2  # of the other rank
+    line = line_of(lines[0])
+    assert line.startswith("energy of the steps   80 J, 3.2 tokens/J, ")
+    assert line.endswith(" W, without 2 laps in which a counter could not be read")
+
+
+def test_without_any_reading_the_line_says_so(tmp_path):
+    [lines] = ranks(1, lines_of, tree_in(tmp_path), 1, range(100))
+    assert line_of(lines).endswith("not measured, without 4 laps in which a counter could not be read")
 
 
 def test_a_machine_without_counters_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(energy_sources, "_POWERCAP", tmp_path / "powercap")
-    monkeypatch.setattr(preflight, "choose_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(machine_fit, "choose_device", lambda: torch.device("cpu"))
     path = write_settings(settings(tmp_path), tmp_path)
     found = here("train", path, "train.log_energy=true")
     assert found.code == 2
-    assert "train.log_energy: this machine has no energy counter of its CPU" in found.err
-    assert "set train.log_energy=false" in found.err
+    assert "train.log_energy cannot measure here: no energy counter of this machine's CPU is visible" in found.err
+    assert "or set train.log_energy=false" in found.err
     assert not (tmp_path / "run").exists()
+    assert here("train", path, "train.log_energy=true", "--dry-run").code == 0
+
+
+def refused(tree: dict[str, Any]) -> str:
+    def lost(device: torch.device) -> Any:
+        raise ConfigError("NVML cannot read it")
+
+    with patch.object(pretrain, "energy_source", lost), pytest.raises(ConfigError) as raised:
+        pretrain.pretrain(load_run(tree, world_size=2), str, str)
+    return str(raised.value)
+
+
+def test_a_counter_that_cannot_be_opened_ends_every_rank_before_the_run_has_a_log(tmp_path):
+    tree = tree_in(tmp_path)
+    [message] = set(ranks(2, refused, tree))
+    assert message == "train.log_energy cannot measure here: NVML cannot read it; or set train.log_energy=false"
+    assert not (tmp_path / "run" / "logs").exists()

@@ -85,7 +85,7 @@ def tiles(run: RunHistory) -> str:
     if (peak := run.last("peak_memory")) is not None:
         shown.append(("Peak memory", gibibytes(peak), "on rank 0"))
     if run.joules:
-        shown.append(("Energy", energy(run.joules), "of the training steps on all devices"))
+        shown.append(("Energy", energy(run.joules), "of the training steps, as far as counters were read"))
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>"
         for name, value, note in shown

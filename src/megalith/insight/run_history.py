@@ -118,7 +118,7 @@ def read_run(folder: Path) -> RunHistory:
         expert_loads=[(record["step"], loads) for record in training if (loads := _expert_loads(record))],
         phases=_phases(training),
         time=_time(records),
-        joules=_joules(training),
+        joules=_joules(records),
         evaluation=_json(folder / "evaluation.json", dict),
         samples=_samples(folder, records),
         about=_json(folder / "about.json", dict),
@@ -215,8 +215,8 @@ def _time(records: list[dict[str, Any]]) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def _joules(training: list[dict[str, Any]]) -> float:
-    measured = [record["energy"].get("joules") for record in training if _is_dict(record.get("energy"))]
+def _joules(records: list[dict[str, Any]]) -> float:
+    measured = [record["energy"].get("joules") for record in records if _is_dict(record.get("energy"))]
     return math.fsum(joules for joules in measured if _is_number(joules))
 
 

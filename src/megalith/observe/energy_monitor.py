@@ -1,6 +1,6 @@
 """The energy that the devices of a run use, summed over all ranks."""
 
-import socket
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +20,9 @@ class Energy:
     """What the counters of all ranks measured together.
 
     Attributes:
-        joules: used, as far as it was measured.
-        seconds: measured, on this rank.
-        num_counters: that were read throughout; a counter that failed at times adds what it measured otherwise.
+        joules: the energy used, as far as it was measured.
+        seconds: the time measured, on this rank.
+        num_counters: how many counters could be read throughout; another adds what it measured at other times.
     """
 
     joules: float
@@ -31,18 +31,19 @@ class Energy:
 
     @property
     def watts(self) -> float:
-        """The mean power."""
-        return self.joules / self.seconds
+        """The mean power; NaN of no time."""
+        return self.joules / self.seconds if self.seconds else math.nan
 
 
 class EnergyMonitor:
     """Measures the energy between ``resume`` and ``pause``. Every rank constructs one, which begins paused.
 
-    A counter that several ranks share, such as that of a machine's CPUs, is counted once.
+    A counter that several ranks share, such as that of a machine's CPUs, is counted once. Before a counter is read, the
+    device finishes what has been launched.
 
     Args:
         source: this rank's counter.
-        device: of tensors in collectives.
+        device: what is measured, and where tensors in collectives are.
 
     Attributes:
         num_counters: of all ranks together.
@@ -50,7 +51,7 @@ class EnergyMonitor:
 
     def __init__(self, source: EnergySource, device: torch.device) -> None:
         self._source, self._device = source, device
-        names = all_gather(f"{socket.gethostname()} {source.name}")
+        names = all_gather(source.name)
         self._speaks = names.index(names[rank()]) == rank()
         self.num_counters = len(set(names))
         self._is_running = False
@@ -60,19 +61,14 @@ class EnergyMonitor:
         """Starts to measure, unless it already does."""
         if not self._is_running:
             self._is_running = True
-            self._start = time.perf_counter(), self._source.joules()
+            self._start = self._read()
 
     def pause(self) -> None:
         """Stops measuring until ``resume``."""
         if not self._is_running:
             return
         self._is_running = False
-        (started, before), after = self._start, self._source.joules()
-        self._seconds += time.perf_counter() - started
-        if before is None or after is None or after < before:  # the last when a driver has been loaded again
-            self._was_read = False
-        else:
-            self._joules += after - before
+        self._add(self._read())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -85,10 +81,10 @@ class EnergyMonitor:
 
     def lap(self) -> Energy:
         """Returns the energy measured since the last lap. Every rank calls it."""
-        with self.paused():
-            return self._lap()
-
-    def _lap(self) -> Energy:
+        if self._is_running:
+            now = self._read()  # the end of this lap, and the start of the next
+            self._add(now)
+            self._start = now
         sums = torch.tensor([self._joules, float(self._was_read)], dtype=torch.float64, device=self._device)
         sums *= self._speaks
         if dist.is_initialized():
@@ -97,6 +93,19 @@ class EnergyMonitor:
         seconds = self._seconds
         self._reset()
         return Energy(joules, seconds, round(num_counters))
+
+    def _read(self) -> tuple[float, float | None]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter(), self._source.joules()
+
+    def _add(self, end: tuple[float, float | None]) -> None:
+        (started, before), (ended, after) = self._start, end
+        self._seconds += ended - started
+        if before is None or after is None or after < before:  # the last when a driver has been loaded again
+            self._was_read = False
+        else:
+            self._joules += after - before
 
     def _reset(self) -> None:
         self._joules = self._seconds = 0.0

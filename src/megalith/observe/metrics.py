@@ -22,8 +22,10 @@ bias_range (the widest); and ``layers``, with the same for each layer: [{"layer"
 expert relative to the mean. With more than 64 experts it is the mean of each of 64 ranges of adjacent experts, and
 ``least`` is the smallest load in each range, 0 if it has a dead expert.
 
-With ``train.log_energy``, the same records have ``energy``, of the steps since the last such record on all devices
-together: joules, watts (the mean power), tokens_per_joule, and counters (how many energy counters were read).
+With ``train.log_energy``, the same records and those before a checkpoint have ``energy``, of the steps since the last
+such record, on all devices together: tokens, joules, counters (how many energy counters were read), and watts (the mean
+power) and tokens_per_joule, or missing_counters if some could not be read throughout. If a run is stopped in between,
+its last steps have a record of ``step`` and ``energy`` alone.
 
 JSON has no NaN. A number that is not finite is stored as null, and ``nonfinite`` in the same object has its value:
 ``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` restores these numbers.

@@ -4,20 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from megalith.config import DispatchConfig
 from megalith.errors import ConfigError
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.expert.fused_a2a import FusedA2A
 from megalith.parallel.expert.symmetric_a2a import SymmetricA2A
-from megalith.parallel.linear import is_plain, linear
+from megalith.parallel.linear import MatrixProduct, is_plain, linear
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
 __all__ = ["BuildOptions", "LayerProduct", "MatrixProduct"]
 
-# (x [..., in], weight [out, in], bias [out] or None) -> [..., out]: what every linear layer computes
-MatrixProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # (index of a layer in its stack, number of layers in it) -> the product of its linear layers
 LayerProduct = Callable[[int, int], MatrixProduct]
 

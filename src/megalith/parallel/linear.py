@@ -27,7 +27,10 @@ from megalith.torch_compat.tensors import (
     multiplies_natively,
 )
 
-__all__ = ["input_gradient", "is_plain", "linear", "weight_gradient"]
+__all__ = ["MatrixProduct", "input_gradient", "is_plain", "linear", "products_of_backward", "weight_gradient"]
+
+# (x [..., in], weight [out, in], bias [out] or None) -> [..., out]: what every linear layer computes
+MatrixProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _SMALLEST_OUTPUT = 2**20  # elements; with fewer, a Function in Python costs more than oneDNN gains
 _FEWEST_PRODUCTS = 2**26  # of float32 numbers; with fewer, the same
@@ -35,28 +38,30 @@ _FEWEST_PRODUCTS = 2**26  # of float32 numbers; with fewer, the same
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiplies x [..., in] by the transpose of ``weight`` [out, in] and adds ``bias`` [out] -> [..., out]."""
-    y: Tensor
-    if _onednn_adds(bias, x, weight) or _is_faster_in_onednn(x, weight, bias):
-        y = _ByOneDNN.apply(x, weight, bias)
-    else:
-        y = nn.functional.linear(x, weight, bias)
+    product = _ByOneDNN.apply if _takes_onednn(x, weight, bias) else nn.functional.linear
+    y: Tensor = product(x, weight, bias)
     return y
 
 
-def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies dy [..., out] by ``weight`` [out, in] -> dx [..., in], bit by bit what ``linear``'s backward returns.
+def products_of_backward(x: Tensor, weight: Tensor, bias: Tensor | None) -> MatrixProduct:
+    """Returns what multiplies in the backward of ``linear(x, weight, bias)``, for the two functions below."""
+    return linear if _takes_onednn(x, weight, bias) else nn.functional.linear
+
+
+def input_gradient(dy: Tensor, weight: Tensor, product: MatrixProduct) -> Tensor:
+    """Multiplies dy [..., out] by ``weight`` [out, in] -> dx [..., in].
 
     As one matrix of rows: torch multiplies a batch that is not contiguous matrix by matrix, and may round otherwise.
     """
-    return linear(_rows(dy), weight.t(), None).view(*dy.shape[:-1], weight.shape[1])
+    return product(_rows(dy), weight.t(), None).view(*dy.shape[:-1], weight.shape[1])
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Multiplies the transpose of dy [..., out] by x [..., in] -> dW [out, in], as ``linear``'s backward does."""
+def weight_gradient(dy: Tensor, x: Tensor, product: MatrixProduct) -> Tensor:
+    """Multiplies the transpose of dy [..., out] by x [..., in] -> dW [out, in]."""
     dy, x = _rows(dy), _rows(x)
-    if dy.shape[1] > x.shape[1] and _is_faster_in_onednn(x.t(), dy.t(), None):  # with the larger size as columns
-        return linear(x.t(), dy.t(), None).t().contiguous()
-    return linear(dy.t(), x.t(), None)
+    if product is linear and dy.shape[1] > x.shape[1] and _is_faster_in_onednn(x.t(), dy.t(), None):
+        return linear(x.t(), dy.t(), None).t().contiguous()  # faster with the larger size as columns
+    return product(dy.t(), x.t(), None)
 
 
 def is_plain(product: Callable[..., Tensor]) -> bool:
@@ -75,8 +80,8 @@ class _ByOneDNN(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad
-        dx = input_gradient(dy, weight) if needs_dx else None
-        dw = weight_gradient(dy, x) if needs_dw else None
+        dx = input_gradient(dy, weight, linear) if needs_dx else None
+        dw = weight_gradient(dy, x, linear) if needs_dw else None
         return dx, dw, _rows(dy).sum(0) if needs_db else None
 
 
@@ -88,6 +93,10 @@ def _save(ctx: Any, x: Tensor, weight: Tensor) -> None:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _takes_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return _onednn_adds(bias, x, weight) or _is_faster_in_onednn(x, weight, bias)
 
 
 def _onednn_adds(bias: Tensor | None, x: Tensor, weight: Tensor) -> bool:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
@@ -37,10 +37,11 @@ _SHOWN_LINES = 8  # lines of a sample on the screen; metrics.jsonl has the whole
 
 
 class Metrics(Callback):
-    """Writes a record of every step to metrics.jsonl and to the dashboards of ``tracking``; rank 0 only.
+    """Writes a record of every step to metrics.jsonl and to the dashboards of ``tracking``, on rank 0.
 
-    Shows a line after the first step of this start, and every ``train.log_every`` steps. ``show`` takes a line that
-    stays, ``show_progress`` one that the next may replace.
+    Every rank calls its hooks, because ``energy`` is summed over all of them. Shows a line after the first step of this
+    start, and every ``train.log_every`` steps. ``show`` takes a line that stays, ``show_progress`` one that the next
+    may replace.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Metrics(Callback):
         """Times work that recurs every ``every`` steps; the yielded dict has {span: seconds} once the block ends."""
         started, before = perf_counter(), run.timers.totals().get(COMPILE, 0.0)
         spans: dict[str, float] = {}
-        with nullcontext() if self.energy is None else self.energy.monitor.paused(), run.timers(name):
+        with self._energy_paused(), run.timers(name):
             yield spans
         compiling = run.timers.totals().get(COMPILE, 0.0) - before
         spans[name] = perf_counter() - started - compiling
@@ -83,22 +84,27 @@ class Metrics(Callback):
         self.left.add(name, every, spans[name])
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
+        step = run.state.step
+        is_shown = step % self.every == 0 or step in (self.first_step, run.config.train.steps)
         energy = None
-        if self.energy is not None and self._is_shown(run.state.step, run.config.train.steps):
+        if self.energy is not None and (is_shown or _saves(run)):  # what is lost if the run is killed is repeated
             energy = self.energy.lap(run.consumed_tokens)
         with attempt() as writing:  # only rank 0 writes; the next step's totals pass an error on to the other ranks
-            self._write_step(run, finished, energy)
+            self._write_step(run, finished, is_shown, energy)
         if writing.failed:
             run.pending = writing
 
     def on_end(self, run: Run, outcome: Outcome) -> None:
         if self.energy is not None:
-            self.show(self.energy.summary(run.consumed_tokens))
+            last = self.energy.lap(run.consumed_tokens)
+            if last is not None:
+                self.write({"step": run.state.step, "energy": last})
+            self.show(self.energy.summary())
 
-    def _is_shown(self, step: int, steps: int) -> bool:
-        return step % self.every == 0 or step in (self.first_step, steps)
+    def _energy_paused(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.energy is None else self.energy.paused()
 
-    def _write_step(self, run: Run, finished: FinishedStep, energy: dict[str, float] | None) -> None:
+    def _write_step(self, run: Run, finished: FinishedStep, is_shown: bool, energy: dict[str, float] | None) -> None:
         result, state = finished.result, run.state
         self.left.add_step(finished.work_seconds)
         samples_per_second = result.num_samples / finished.work_seconds
@@ -125,8 +131,6 @@ class Metrics(Callback):
             record["terms"] = dict(result.terms)
         if run.loss_scale is not None:
             record["loss_scale"] = run.loss_scale.scale
-        steps = run.config.train.steps
-        is_shown = self._is_shown(state.step, steps)
         if energy is not None:
             record["energy"] = energy
         if is_shown and result.routing.loads:
@@ -137,7 +141,7 @@ class Metrics(Callback):
         if state.step == self.first_step:
             self.show(f"peak memory           {memory_so_far(run)}")
         if is_shown:
-            self.show_progress(progress_line(record, steps, self.left.after(state.step)))
+            self.show_progress(progress_line(record, run.config.train.steps, self.left.after(state.step)))
 
     def close(self) -> None:
         """Closes the file; nothing can be written after that."""
@@ -225,7 +229,7 @@ class Checkpoints(Callback):
         self.best = _best_so_far(run) if self.keep_best and dist.get_rank() == 0 else None
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
-        if self.every is not None and run.state.step % self.every == 0:
+        if _saves(run):
             self._save(run)
 
     def on_end(self, run: Run, outcome: Outcome) -> None:
@@ -263,6 +267,12 @@ def _numbers_of_set(evaluation: Evaluation) -> dict[str, Any]:
     loss = evaluation.loss
     numbers = {"loss": loss, "perplexity": perplexity(loss), "tokens": evaluation.num_tokens}
     return numbers | ({"means": dict(evaluation.means)} if len(evaluation.means) > 1 else {})
+
+
+def _saves(run: Run) -> bool:
+    """Returns whether a checkpoint is due after this step."""
+    every = run.config.checkpoint.every
+    return every is not None and run.state.step % every == 0
 
 
 def _told(name: str, evaluation: Evaluation) -> str:

@@ -1,9 +1,13 @@
 """The energy of training steps: for metrics.jsonl lap by lap, and in a line at the end."""
 
 import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megalith.observe.energy_monitor import EnergyMonitor
 from megalith.observe.units import energy, quantity
+from megalith.topology.agreement import rank
 
 __all__ = ["EnergyOfSteps"]
 
@@ -18,39 +22,57 @@ class EnergyOfSteps:
     """
 
     def __init__(self, monitor: EnergyMonitor, tokens: int) -> None:
-        self.monitor = monitor
-        self._tokens = self._first_tokens = tokens
+        self._monitor = monitor
+        self._last_tokens = tokens
+        self._num_counters = monitor.num_counters  # in the last lap
+        # of the laps in which all counters were read
         self._joules = self._seconds = 0.0
-        self._least_counters = monitor.num_counters  # that were read in every lap
+        self._tokens = 0
+        self._num_left_out = 0
+
+    def start(self) -> None:
+        """Measures from here on."""
+        self._monitor.resume()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what is used inside the block."""
+        with self._monitor.paused():
+            yield
 
     def lap(self, tokens: int) -> dict[str, float] | None:
-        """Returns the fields of metrics.jsonl for the steps since the last lap; None if no counter could be read.
+        """Returns the fields of metrics.jsonl for the steps since the last lap.
 
-        ``tokens`` is what the run has consumed by now.
+        None if there were none, or if no energy was measured: no counter could be read, or none has advanced.
+
+        Args:
+            tokens: what the run has consumed by now.
         """
-        lap, expected = self.monitor.lap(), self.monitor.num_counters
+        lap, expected = self._monitor.lap(), self._monitor.num_counters
+        new_tokens, self._last_tokens = tokens - self._last_tokens, tokens
+        if not new_tokens:
+            return None
+        if lap.num_counters != self._num_counters and rank() == 0:
+            log.warning("%d of %d energy counters could be read", lap.num_counters, expected)
+        self._num_counters = lap.num_counters
         if lap.num_counters < expected:
-            log.warning("only %d of %d energy counters could be read", lap.num_counters, expected)
+            self._num_left_out += 1
+            found = {"tokens": new_tokens, "joules": lap.joules}
+            return found | {"counters": lap.num_counters, "missing_counters": expected - lap.num_counters}
         self._joules += lap.joules
         self._seconds += lap.seconds
-        self._least_counters = min(self._least_counters, lap.num_counters)
-        new_tokens, self._tokens = tokens - self._tokens, tokens
-        if not lap.num_counters or not lap.joules:
+        self._tokens += new_tokens
+        if not lap.joules:
             return None
-        return {
-            "joules": lap.joules,
-            "watts": lap.watts,
-            "tokens_per_joule": new_tokens / lap.joules,
-            "counters": lap.num_counters,
-        }
+        found = {"tokens": new_tokens, "joules": lap.joules, "counters": lap.num_counters}
+        return found | {"watts": lap.watts, "tokens_per_joule": new_tokens / lap.joules}
 
-    def summary(self, tokens: int) -> str:
-        """Returns a line about all steps of this start."""
-        self.lap(tokens)
-        least, expected = self._least_counters, self.monitor.num_counters
-        partly = "" if least == expected else f", read from only {least} of {expected} counters at times"
+    def summary(self) -> str:
+        """Returns a line about the laps of this start."""
+        partly = f", without {self._num_left_out} laps in which a counter could not be read"
+        partly = partly if self._num_left_out else ""
         if not self._joules:
-            return f"energy of the steps   not measured{partly}"
-        per_joule = (self._tokens - self._first_tokens) / self._joules
-        watts = quantity(self._joules / self._seconds)
-        return f"energy of the steps   {energy(self._joules)}, {quantity(per_joule)} tokens/J, {watts} W{partly}"
+            return f"energy of the steps   not measured{partly or ': the counters have not advanced'}"
+        per_joule = quantity(self._tokens / self._joules)
+        watts = quantity(self._joules / self._seconds if self._seconds else math.nan)
+        return f"energy of the steps   {energy(self._joules)}, {per_joule} tokens/J, {watts} W{partly}"

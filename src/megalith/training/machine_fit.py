@@ -7,6 +7,7 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
+from megalith.observe.energy_sources import why_no_energy
 from megalith.observe.machine import memory_bytes
 from megalith.observe.units import quantity
 from megalith.parallel.build_options import BuildOptions
@@ -64,7 +65,7 @@ def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[
 
 
 def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
-    """Rejects a run that cannot start: no FP8, more ranks than GPUs, or a state larger than the memory.
+    """Rejects a run that cannot start: no FP8 or energy counter, more ranks than GPUs, a state larger than the memory.
 
     ``local_ranks`` are those of this machine. A run that passes may still be too large, because activations and the
     libraries' own memory are not counted.
@@ -79,6 +80,8 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     held = [along_pipeline[grid.position("pp", rank)].total + buffers for rank in local_ranks]
     device, num_local_ranks = choose_device(), len(local_ranks)
     check_products(config, device)
+    if config.train.log_energy and (reason := why_no_energy(device)) is not None:
+        raise ConfigError(f"train.log_energy cannot measure here: {reason}; or set train.log_energy=false")
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
             raise ConfigError(

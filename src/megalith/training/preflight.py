@@ -15,7 +15,6 @@ from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError, MissingDependencyError
-from megalith.observe.energy_sources import why_no_energy
 from megalith.observe.trackers import packages
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.validate import validate
@@ -74,7 +73,6 @@ def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_s
         _check_load,
         _check_compiler,
         _check_trackers,
-        _check_energy,
         _check_prompts,
         partial(_check_schedule, world_size=world_size),
     )
@@ -341,12 +339,6 @@ def _check_trackers(config: RunConfig) -> Iterator[str]:
                 optional.need(package)
             except MissingDependencyError as error:
                 yield f"tracking ({', '.join(config.tracking or ())}): {error}"
-
-
-def _check_energy(config: RunConfig) -> Iterator[str]:
-    """Checks that this machine has an energy counter that can be read, if the run logs energy."""
-    if config.train.log_energy and (reason := why_no_energy(choose_device())) is not None:
-        yield f"train.log_energy: {reason}; or set train.log_energy=false"
 
 
 def _check_prompts(config: RunConfig) -> Iterator[str]:

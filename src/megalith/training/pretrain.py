@@ -5,13 +5,15 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 import torch.distributed as dist
 
 from megalith.config import RunConfig
+from megalith.errors import ConfigError
 from megalith.fusions.core.preference import without_compiling
 from megalith.observe.compiler_wait import CompilerWait
 from megalith.observe.energy_monitor import EnergyMonitor
-from megalith.observe.energy_sources import energy_source
+from megalith.observe.energy_sources import EnergySource, energy_source
 from megalith.observe.run_log import RunLog
 from megalith.observe.trackers import Trackers
 from megalith.resilience.stop_request import TIME_LIMIT, StopRequest
@@ -61,6 +63,7 @@ def pretrain(
         stack.enter_context(_locked(Path(config.run)))
         if dist.get_rank() != 0:
             show = show_progress = _say_nothing
+        source = _energy_source(config, device, stack)
         run = build_run(config, device, parts)
         beginning = resume_or_load(run)
         with agreed():
@@ -70,7 +73,7 @@ def pretrain(
         if beginning.is_done:
             _show_all(beginning.lines, show)
             return Outcome.WAS_DONE
-        energy = _energy_of_steps(run, stack)
+        energy = None if source is None else EnergyOfSteps(EnergyMonitor(source, device), run.consumed_tokens)
         with agreed():
             trackers = _trackers(run, stack)
             metrics = stack.enter_context(closing(Metrics(run, show, show_progress, trackers, energy)))
@@ -85,7 +88,7 @@ def pretrain(
         if config.train.compile_fusions is False:
             stack.enter_context(without_compiling())
         if energy is not None:
-            energy.monitor.resume()
+            energy.start()
         with CompilerWait(run.timers, show, show_progress).watched():
             outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
@@ -93,16 +96,17 @@ def pretrain(
         return outcome
 
 
-def _energy_of_steps(run: Run, stack: ExitStack) -> EnergyOfSteps | None:
-    """Returns what measures the energy of the steps, paused and closed by ``stack``; None unless the run asks for it.
-
-    Every rank calls this.
-    """
-    if not run.config.train.log_energy:
+def _energy_source(config: RunConfig, device: torch.device, stack: ExitStack) -> EnergySource | None:
+    """Opens this rank's energy counter, which ``stack`` closes; None unless the run logs energy."""
+    if not config.train.log_energy:
         return None
     with agreed():
-        source = stack.enter_context(closing(energy_source(run.device)))
-    return EnergyOfSteps(EnergyMonitor(source, run.device), run.consumed_tokens)
+        try:
+            source = stack.enter_context(closing(energy_source(device)))
+        except ConfigError as error:
+            reason = f"train.log_energy cannot measure here: {error}; or set train.log_energy=false"
+            raise ConfigError(reason) from error
+    return source
 
 
 def _trackers(run: Run, stack: ExitStack) -> Trackers:

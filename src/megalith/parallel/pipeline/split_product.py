@@ -16,21 +16,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalith.parallel.linear import input_gradient, linear, weight_gradient
+from megalith.parallel.linear import MatrixProduct, input_gradient, linear, products_of_backward, weight_gradient
 
 __all__ = ["SplitProduct", "WeightPart"]
 
 
 class WeightPart(NamedTuple):
-    """The operands of a weight gradient, x [..., in] and dy [..., out], and the autograd edge of the weight."""
+    """The operands of a weight gradient, x [..., in] and dy [..., out], its product, and the weight's autograd edge."""
 
     x: Tensor
     dy: Tensor
     weight: GradientEdge
+    product: MatrixProduct
 
     def backward(self) -> None:
         """Backpropagates dy^T x [out, in] to the parameter, through whatever operations produced the weight from it."""
-        torch.autograd.backward((self.weight,), (weight_gradient(self.dy, self.x),))
+        torch.autograd.backward((self.weight,), (weight_gradient(self.dy, self.x, self.product),))
 
 
 class SplitProduct:
@@ -65,13 +66,13 @@ class _SplitLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, edge: GradientEdge, left: list[WeightPart]
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.edge, ctx.left = edge, left
+        ctx.edge, ctx.left, ctx.product = edge, left, products_of_backward(x, weight, bias)
         return linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.left.append(WeightPart(x, dy, ctx.edge))
+        ctx.left.append(WeightPart(x, dy, ctx.edge, ctx.product))
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        return input_gradient(dy, weight), None, db, None, None
+        return input_gradient(dy, weight, ctx.product), None, db, None, None
