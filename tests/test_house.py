@@ -19,6 +19,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 LONG_FUNCTIONS: dict[str, str] = {}
 # file:name -> why it may change at run time
 GLOBAL_STATE = {
+    "src/megalith/acceleration/full_cuda_graph.py:_FAILED": "graphs that must live on, because a capture failed",
     "src/megalith/acceleration/replay.py:_current": "what is recorded, in the thread that records it",
     "src/megalith/config/layout_rules.py:_other_layouts": "remembers a formula that many suggestions ask for",
     "src/megalith/config/recipes.py:_preset": "remembers a file of the wheel",

@@ -33,6 +33,7 @@ from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import LLAMA, MIXTRAL
 from megalith.observe.energy_sources import energy_source
+from megalith.observe.units import quantity
 from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -248,7 +249,7 @@ def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
         seconds = statistics.median(one.seconds)
         share = "" if one.rate is None else f"{100 * shape.flops / seconds / one.rate:.0f}%"
         tokens = shape.B * shape.S
-        joules = "" if one.joules is None else f"{1e3 * one.joules / tokens:.2g}"
+        joules = "" if one.joules is None else quantity(1e3 * one.joules / tokens)
         speed = f"{tokens / seconds:.0f} | {share} | {joules}"
         lines.append(
             f"| {name} | {1e3 * seconds:.0f} | {spread} | {1e3 * one.wall:.0f} | {speed} | {peak} | {one.loss:.4f} |"

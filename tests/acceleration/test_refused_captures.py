@@ -1,7 +1,7 @@
 """FullCudaGraph: what it refuses, with the way out, and the errors of the function and of a failed capture."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from megalith.acceleration.full_cuda_graph import FullCudaGraph
 from megalith.errors import ConfigError
 from megalith.numerics.dropout import DropoutKey
 from tests.acceleration.iterations import CPU, DEVICES, NEEDS_GPU, B, Linear, S, V, gpt, inputs
+from tests.acceleration.operator_recorder import OperatorRecorder
 
 
 def test_autocast_around_an_iteration_is_refused_because_it_keeps_old_weights(recorders):
@@ -90,6 +91,27 @@ def test_other_errors_of_the_function_stay_what_they_are(error, recorders):
     assert raised.value is error
     assert weight.grad is None
     assert not graph.is_captured
+
+
+def test_an_error_keeps_its_cause_even_if_ending_the_capture_fails_too(recorders, monkeypatch):
+    def capture(self: OperatorRecorder, function: Callable[[], object]) -> None:
+        try:
+            function()
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def iteration(x: Tensor) -> Tensor:
+        if next(calls):
+            raise ValueError("of the user") from KeyError("cause")
+        return x + 1.0
+
+    calls = iter([False, True])
+    graph = FullCudaGraph(iteration, [], CPU, num_warmups=1)
+    graph(torch.ones(2))
+    monkeypatch.setattr(OperatorRecorder, "capture", capture)
+    with pytest.raises(ValueError, match="of the user") as raised:
+        graph(torch.ones(2))
+    assert isinstance(raised.value.__cause__, KeyError)
 
 
 def test_a_warm_up_that_fails_does_not_count(recorders):

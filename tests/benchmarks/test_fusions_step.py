@@ -110,7 +110,7 @@ def test_energy_is_that_of_enough_steps_for_a_counter_or_left_out(monkeypatch):
     assert counter.is_closed
     assert counter.used == 7.0 + 0.25 * 34  # 5.1 s of steps
     figures = step.StepFigures(seconds=[1.0], joules=0.25)
-    assert f"| {1e3 * 0.25 / (QUICK.B * QUICK.S):.2g} |" in as_markdown({BASE: figures}, QUICK)
+    assert f"| {1e3 * 0.25 / (QUICK.B * QUICK.S):.3g} |" in as_markdown({BASE: figures}, QUICK)
     counter.used = None
     assert step._joules(lambda: None, "cpu", seconds=2.0) is None
     monkeypatch.setattr(step, "energy_source", refused)

@@ -12,17 +12,20 @@ import torch
 import torch.distributed as dist
 
 from megalith.config import load_run
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, StorageError
 from megalith.insight.run_history import read_run
-from megalith.observe import energy_sources
+from megalith.observe import energy_monitor, energy_sources
+from megalith.observe.energy_monitor import EnergyMonitor
 from megalith.observe.metrics import read_metrics
 from megalith.training import callbacks, machine_fit, pretrain
+from megalith.training.energy_of_steps import EnergyOfSteps
 from megalith.training.loop import Callback
 from megalith.training.setup import RunParts
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from tests.program import here, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings
+from tests.training.outcomes import saved_step
 
 FORWARD, APART = 10.0, 1e6  # joules of a forward in a step, and of an evaluation or a checkpoint
 
@@ -136,8 +139,8 @@ def test_laps_in_which_a_counter_failed_have_no_rates_and_are_not_in_the_line(tm
     at_step_3 = range(4, 5)  # after the readings at the start, after step 1, and before and after an evaluation
     lines = ranks(2, lines_of, tree, 2, at_step_3)
     assert [line for line in lines[0] if "energy counters" in line] == [
-        "1 of 2 energy counters could be read",
-        "2 of 2 energy counters could be read",
+        "1 of 2 energy counters can be read",
+        "2 of 2 energy counters can be read",
     ]
     assert not [line for line in lines[1] if "energy counters" in line]
     energies = energies_of(tree)
@@ -146,12 +149,45 @@ def test_laps_in_which_a_counter_failed_have_no_rates_and_are_not_in_the_line(tm
     assert energies[4]["joules"] == PER_STEP / 2  # of the other rank
     line = line_of(lines[0])
     assert line.startswith("energy of the steps   80 J, 3.2 tokens/J, ")
-    assert line.endswith(" W, without 2 laps in which a counter could not be read")
+    assert line.endswith(" W, without the steps of 2 records, in which a counter could not be read")
+
+
+def test_steps_in_which_no_counter_advances_are_in_the_next_record():
+    readings, now = iter([0.0, 0.0, 0.0, 30.0]), count()
+    source = SimpleNamespace(name="fake", joules=lambda: next(readings))
+    with patch.object(energy_monitor.time, "perf_counter", lambda: float(next(now))):
+        energy = EnergyOfSteps(EnergyMonitor(source, torch.device("cpu")), tokens=50)
+        energy.start()
+        laps = [energy.lap(tokens) for tokens in (150, 250, 350)]
+    assert laps[:2] == [None, None]
+    assert laps[2] == {"tokens": 300, "joules": 30.0, "counters": 1, "watts": 10.0, "tokens_per_joule": 10.0}
+    assert energy.summary() == "energy of the steps   30 J, 10 tokens/J, 10 W"
+
+
+def test_a_last_record_that_cannot_be_written_ends_every_rank_and_the_checkpoint_is_there(tmp_path):
+    tree = tree_in(tmp_path)
+    message = "no space left"
+    found = ranks(2, error_of, tree, message)
+    assert all(message in error for error in found)
+    assert saved_step(tree["run"]) == 2
+
+
+def error_of(tree: dict[str, Any], message: str) -> str:
+    real = callbacks.Metrics.write
+
+    def write(metrics: callbacks.Metrics, record: dict[str, Any]) -> None:
+        if record.keys() == {"step", "energy"} and dist.get_rank() == 0:
+            raise StorageError(message)
+        real(metrics, record)
+
+    with patch.object(callbacks.Metrics, "write", write), pytest.raises(StorageError) as raised:
+        lines_of(tree, 2, stops_at=2)
+    return str(raised.value)
 
 
 def test_without_any_reading_the_line_says_so(tmp_path):
     [lines] = ranks(1, lines_of, tree_in(tmp_path), 1, range(100))
-    assert line_of(lines).endswith("not measured, without 4 laps in which a counter could not be read")
+    assert line_of(lines).endswith("not measured, without the steps of 4 records, in which a counter could not be read")
 
 
 def test_a_machine_without_counters_is_refused_before_anything_is_written(tmp_path, monkeypatch):

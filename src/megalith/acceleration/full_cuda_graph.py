@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _PLAIN = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device)
 _MANY_KINDS = 8
+_FAILED: list["_Recorder"] = []  # kept, because torch's allocator may refer to a graph whose capture has failed
 
 
 class _Recorder(Protocol):
@@ -97,7 +98,6 @@ class FullCudaGraph:
         self._device = device
         self._num_warmups = num_warmups
         self._num_kinds = 0
-        self._failed: list[_Recorder] = []  # kept: torch's allocator refers to a graph whose capture has failed
         self.reset()
 
     @property
@@ -180,13 +180,15 @@ class FullCudaGraph:
         try:
             output = recorder.capture(function)
         except BaseException as error:
-            self._failed.append(recorder)
+            _FAILED.append(recorder)
             self.reset()
             for parameter in self._parameters:
                 parameter.grad = None
             first = raised[0] if raised else error  # ending a capture that has failed raises another error
             if not isinstance(first, RuntimeError) or "captur" not in str(first):
-                raise first from None
+                if first is error:
+                    raise
+                raise first from first.__cause__
             raise ConfigError(
                 f"the iteration cannot be captured in a CUDA graph: {str(first).splitlines()[0]}; it must not read "
                 "values of tensors in Python, with .item(), .tolist() or nonzero(), nor work on other streams; or run "

@@ -121,7 +121,7 @@ class PowerSamples:
     """Integrates the power of a device that has no energy counter, sampled in a thread.
 
     Args:
-        watts: returns the power now; after an ``error`` the reading is None until the next sample.
+        watts: returns the power now; a reading during which it raises ``error`` is None, and the next bridges the gap.
     """
 
     def __init__(self, name: str, watts: Callable[[], float], error: type[Exception]) -> None:

@@ -97,8 +97,11 @@ class Metrics(Callback):
     def on_end(self, run: Run, outcome: Outcome) -> None:
         if self.energy is not None:
             last = self.energy.lap(run.consumed_tokens)
-            if last is not None:
-                self.write({"step": run.state.step, "energy": last})
+            with attempt() as writing:  # an error must not cost the checkpoint that another callback saves
+                if last is not None:
+                    self.write({"step": run.state.step, "energy": last})
+            if writing.failed:
+                run.pending = writing
             self.show(self.energy.summary())
 
     def _energy_paused(self) -> AbstractContextManager[None]:

@@ -83,6 +83,7 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
     run.pending.settle()
     for callback in callbacks:
         callback.on_end(run, outcome)
+    run.pending.settle()
     return outcome
 
 
