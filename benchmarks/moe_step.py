@@ -5,20 +5,18 @@ A token goes to two experts, without a balance loss, so that an MLP computes as 
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from benchmarks.case import Case, Contender
-from benchmarks.step import Size, Step, flops, megatron_core, ours, ours_as_trained, prepare, theirs
+from benchmarks.case import Case
+from benchmarks.step import Size, contender, flops, megatron_core, ours, ours_as_trained, prepare, theirs
 from megalith.config import TransformerConfig
 
 __all__ = ["CASE"]
 
 BF16 = torch.bfloat16
 # for the worst tensor; bfloat16 sends tokens near a tie to other experts, and gradients of gates are off by 0.15 to 0.4
-_GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
+_contender = functools.partial(contender, tolerances={"float32": 1e-4, "bfloat16": 0.5})
 
 
 def _size(L: int, H: int, A: int, F: int, E: int, V: int, S: int, B: int) -> Size:
@@ -32,10 +30,6 @@ def _size(L: int, H: int, A: int, F: int, E: int, V: int, S: int, B: int) -> Siz
         "moe": {"num_experts": E, "top_k": 2},
     }
     return Size(TransformerConfig.model_validate(model), S, B)
-
-
-def _contender(build: Callable[..., Step], matmuls: str, **options: Any) -> Contender:
-    return Contender(functools.partial(build, **options), matmuls, _GRADIENT_TOLERANCE[matmuls])
 
 
 CASE = Case(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.case import Case, Contender, First
+from benchmarks.hugging_face import causal_lm, load_by_name
 from benchmarks.megatron_core import by_our_names, load_by_our_names, megatron_core_gpt
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import LLAMA, MIXTRAL, parameter_shapes
+from megalith.models.hf import parameter_shapes
 from megalith.numerics.tolerance import gradient_error
-from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -37,7 +38,18 @@ from megalith.topology.rank_groups import ParallelState
 from megalith.training.freed_memory import page_returner
 from megalith.training.tasks.gpt_size import flops_per_token
 
-__all__ = ["CASE", "Size", "Step", "flops", "megatron_core", "ours", "ours_as_trained", "prepare", "theirs"]
+__all__ = [
+    "CASE",
+    "Size",
+    "Step",
+    "contender",
+    "flops",
+    "megatron_core",
+    "ours",
+    "ours_as_trained",
+    "prepare",
+    "theirs",
+]
 
 BF16 = torch.bfloat16
 _STD_OF_GATES = 0.2  # and not 0.02, so that fewer tokens are near a tie between experts
@@ -175,10 +187,11 @@ def theirs(
     dtype: torch.dtype,
     autocast: bool = False,
     compiled: bool = False,
-    experts: str | None = None,
+    experts: str = "eager",
 ) -> Step:
     """Hugging Face's ``LlamaForCausalLM``, or its ``MixtralForCausalLM`` with an ``experts`` implementation."""
-    model = _hugging_face_model(size, _weights(folder), experts)
+    model = causal_lm(size.config, size.S, torch.float32, experts=experts)
+    load_by_name(model, _weights(folder))
     model.to(dtype)
     if compiled:
         model.compile()
@@ -212,20 +225,6 @@ def _our_loss(model: GPTModel, folder: Path) -> Callable[[], Tensor]:
     return lambda: model(batch["tokens"], labels=batch["labels"]).mean()
 
 
-def _hugging_face_model(size: Size, weights: Mapping[str, Tensor], experts: str | None = None) -> Any:
-    transformers = need("transformers")
-    family, name = (LLAMA, "Llama") if size.config.moe is None else (MIXTRAL, "Mixtral")
-    fields = family.config_to_hf(size.config, max_position_embeddings=size.S, dtype="float32", eos_token_id=None)
-    config = getattr(transformers, f"{name}Config")(**fields)
-    if size.config.moe is not None:
-        config._experts_implementation = experts or "eager"
-    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    # the same names; one dimension of experts is split in ours
-    model.load_state_dict({name: weight.view(shapes[name]) for name, weight in weights.items()})
-    return model
-
-
 def _hugging_face_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     labels = batch["labels"]
     # passed as shift_labels, so that they are not shifted again
@@ -250,7 +249,8 @@ def prepare(size: Size, folder: Path) -> None:
     save_file(weights, folder / "weights.safetensors")
     save_file({"tokens": tokens, "labels": labels}, folder / "batch.safetensors")
 
-    model = _hugging_face_model(size, weights)
+    model = causal_lm(size.config, size.S, torch.float32)
+    load_by_name(model, weights)
     loss = _hugging_face_loss(model, {"tokens": tokens, "labels": labels})
     loss.backward()
     gradients = {name: parameter.grad.view_as(weights[name]) for name, parameter in model.named_parameters()}
@@ -264,31 +264,33 @@ def flops(size: Size) -> int:
     return size.B * size.S * flops_per_token(size.config, size.config.vocab_size, size.S)
 
 
-def _contender(build: Callable[..., Step], matmuls: str, **options: Any) -> Contender:
-    return Contender(functools.partial(build, **options), matmuls, _GRADIENT_TOLERANCE[matmuls])
-
-
 # for the worst tensor; bfloat16 keeps 8 bits, and is off by up to 0.02 in ours and in theirs
-_GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+_GRADIENT_TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-4, "bfloat16": 0.05})
+
+
+def contender(
+    build: Callable[..., Step], matmuls: str, tolerances: Mapping[str, float] = _GRADIENT_TOLERANCES, **options: Any
+) -> Contender:
+    """What ``build`` makes with ``options``, held to the tolerance of the dtype ``matmuls``."""
+    return Contender(functools.partial(build, **options), matmuls, tolerances[matmuls])
+
 
 CASE = Case(
     title="CPU training step, Llama shape",
     base="Hugging Face, bfloat16",
     contenders={
-        "Megalith, float32": _contender(ours, "float32", dtype=torch.float32),
-        "Megalith, bfloat16": _contender(ours, "bfloat16", dtype=BF16),
-        "Megalith, bfloat16 over float32, without FSDP2": _contender(
-            ours, "bfloat16", dtype=BF16, step=_StepWithMaster
-        ),
-        "Megalith, bfloat16 over float32 (as trained)": _contender(ours_as_trained, "bfloat16", compiled=False),
-        "Megalith, as trained, layers compiled": _contender(ours_as_trained, "bfloat16", compiled=True),
-        "Hugging Face, float32 (its default)": _contender(theirs, "float32", dtype=torch.float32),
-        "Hugging Face, autocast bfloat16": _contender(theirs, "bfloat16", dtype=torch.float32, autocast=True),
-        "Hugging Face, bfloat16": _contender(theirs, "bfloat16", dtype=BF16),
-        "Hugging Face, bfloat16, compiled": _contender(theirs, "bfloat16", dtype=BF16, compiled=True),
-        "Megatron-Core, float32": _contender(megatron_core, "float32", dtype=torch.float32, fused=False),
-        "Megatron-Core, bfloat16": _contender(megatron_core, "bfloat16", dtype=BF16, fused=False),
-        "Megatron-Core, bfloat16, its fusions": _contender(megatron_core, "bfloat16", dtype=BF16, fused=True),
+        "Megalith, float32": contender(ours, "float32", dtype=torch.float32),
+        "Megalith, bfloat16": contender(ours, "bfloat16", dtype=BF16),
+        "Megalith, bfloat16 over float32, without FSDP2": contender(ours, "bfloat16", dtype=BF16, step=_StepWithMaster),
+        "Megalith, bfloat16 over float32 (as trained)": contender(ours_as_trained, "bfloat16", compiled=False),
+        "Megalith, as trained, layers compiled": contender(ours_as_trained, "bfloat16", compiled=True),
+        "Hugging Face, float32 (its default)": contender(theirs, "float32", dtype=torch.float32),
+        "Hugging Face, autocast bfloat16": contender(theirs, "bfloat16", dtype=torch.float32, autocast=True),
+        "Hugging Face, bfloat16": contender(theirs, "bfloat16", dtype=BF16),
+        "Hugging Face, bfloat16, compiled": contender(theirs, "bfloat16", dtype=BF16, compiled=True),
+        "Megatron-Core, float32": contender(megatron_core, "float32", dtype=torch.float32, fused=False),
+        "Megatron-Core, bfloat16": contender(megatron_core, "bfloat16", dtype=BF16, fused=False),
+        "Megatron-Core, bfloat16, its fusions": contender(megatron_core, "bfloat16", dtype=BF16, fused=True),
     },
     sizes={
         "full": _size(L=6, H=512, A=8, F=1408, V=8192, S=512, B=4),

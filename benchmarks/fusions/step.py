@@ -25,16 +25,15 @@ from benchmarks.fusions import waterfall
 from benchmarks.fusions.clock import Clock, Memory, memory_of, product_rate
 from benchmarks.fusions.plain_llama import FUSED, PLAIN, Parts, PlainLlama
 from benchmarks.fusions.swapped import llama_of_its_own, use_fusions
+from benchmarks.hugging_face import causal_lm, load_by_name
 from benchmarks.rounds import Spread
 from megalith import fusions
 from megalith.acceleration.full_cuda_graph import FullCudaGraph
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import LLAMA, MIXTRAL
 from megalith.observe.energy_sources import energy_source
 from megalith.observe.units import quantity
-from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.tasks.gpt_size import flops_per_token
@@ -305,7 +304,7 @@ def _our_loss(
 ) -> Loss:
     with torch.device(device):
         model = GPTModel(shape.config, BuildOptions(ProcessGroupCollection.single(), shape.dtype))
-    _load(model, weights)
+    load_by_name(model, weights)
 
     def loss() -> tuple[nn.Module, Tensor]:
         with context():
@@ -327,35 +326,18 @@ def _hugging_face(
     prepare: Callable[[Any], None] = lambda _: None,
 ) -> Any:
     """Its model, after ``prepare``; with an implementation of ``experts``, if it has any."""
-    transformers = need("transformers")
-    name = "Llama" if shape.config.moe is None else "Mixtral"
-    classes = (getattr(transformers, f"{name}{kind}") for kind in ("ForCausalLM", "Config"))
-    model = _of_class(*classes, shape, device, experts)
+    with torch.device(device):
+        model = causal_lm(shape.config, shape.S, shape.dtype, experts=experts)
     if weights is not None:
-        _load(model, weights)
+        load_by_name(model, weights)
     prepare(model)
     return model
 
 
-def _load(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Loads ``weights`` by name; ours have the two matrices of an expert's gated unit in a dimension of their own."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    model.load_state_dict({name: weight.view(shapes[name]) for name, weight in weights.items()})
-
-
-def _of_class(model_class: Any, config_class: Any, shape: Shape, device: str, experts: str = "eager") -> Any:
-    family, dtype = LLAMA if shape.config.moe is None else MIXTRAL, shape.dtype_name
-    fields = family.config_to_hf(shape.config, max_position_embeddings=shape.S, dtype=dtype, eos_token_id=None)
-    with torch.device(device):
-        config = config_class(**fields)
-        if shape.config.moe is not None:
-            config._experts_implementation = experts
-        return model_class(config).to(shape.dtype).train()
-
-
 def _with_fusions(shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Loss:
     llama = llama_of_its_own()
-    model = _of_class(llama.LlamaForCausalLM, llama.LlamaConfig, shape, device)
+    with torch.device(device):
+        model = causal_lm(shape.config, shape.S, shape.dtype, module=llama)
     model.load_state_dict(weights)
     use_fusions(llama, model)
     shifted = labels.roll(1, dims=1)  # shifted back by the page's loss, which omits the last token

@@ -62,8 +62,12 @@ def lines_of(tree: dict[str, Any], world_size: int, fails: range = range(0), sto
     """What a run shows and warns of, if the counter of the last rank cannot be read at ``fails``; stopped at a step."""
     config, lines = load_run(tree, world_size=world_size), []
     counter = Counter(fails if dist.get_rank() == world_size - 1 else range(0))
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
     logging.getLogger("megalith").addHandler(handler)
 
     class Stop(Callback):
