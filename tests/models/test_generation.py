@@ -261,8 +261,7 @@ def test_by_default_texts_have_the_seeds_0_1_2():
 @pytest.mark.parametrize("penalty", [None, 1.4])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_greedy_texts_are_those_of_transformers_with_a_cache_and_without(family, penalty):
-    torch.manual_seed(0)  # theirs draw their weights from it; other draws may repeat themselves
-    # with smaller weights, a small GPT-2 repeats its last token, because embedding and output weights are tied
+    torch.manual_seed(0)  # of theirs' weights. If smaller, GPT-2's tied ones make it repeat its last token
     theirs, architecture = (peers.llama(), LLAMA) if family == "llama" else (peers.gpt2(initializer_range=0.4), GPT2)
     theirs.eval()
     ours = peers.same_as_ours(theirs, architecture)
