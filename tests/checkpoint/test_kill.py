@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megalith.checkpoint import find_checkpoint, load_tensors, read_state, save_checkpoint, verify_checkpoint
+from megalith.checkpoint import (
+    BackgroundSaver,
+    find_checkpoint,
+    load_tensors,
+    read_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
 
 SIZE = 100_003  # about a megabyte, so that some kills happen in the middle of writing
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -36,14 +43,18 @@ def save(folder: Path, step: int, keep_last: int = 2) -> None:
     save_checkpoint(folder, step, tensors_of(step), {"step": step}, keep_last=keep_last)
 
 
-def save_forever(rank: int, num_ranks: int, folder: Path, store: str, saved: Connection) -> None:
-    """Rank ``rank`` of a run that saves every step, and reports each save."""
+def save_forever(rank: int, num_ranks: int, folder: Path, store: str, saved: Connection, beside: bool) -> None:
+    """Rank ``rank`` of a run that saves every step, and reports each save; ``beside``: with a BackgroundSaver."""
     torch.set_num_threads(1)
     if num_ranks > 1:
         dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+    saver = BackgroundSaver(lambda step, path, seconds: saved.send(step))
     for step in itertools.count(1):
-        save(folder, step)
-        saved.send(step)
+        if beside:
+            saver.save(folder, step, tensors_of(step), {"step": step}, keep_last=2)
+        else:
+            save(folder, step)
+            saved.send(step)
 
 
 def newest_is_sound(folder: Path) -> int:
@@ -59,11 +70,11 @@ def newest_is_sound(folder: Path) -> int:
     return step
 
 
-def start(num_ranks: int, tmp_path: Path) -> tuple[list[BaseProcess], list[Connection]]:
+def start(num_ranks: int, tmp_path: Path, beside: bool) -> tuple[list[BaseProcess], list[Connection]]:
     processes, reports = [], []
     for rank in range(num_ranks):
         report, saved = CONTEXT.Pipe(duplex=False)
-        args = (rank, num_ranks, tmp_path / "checkpoints", str(tmp_path / "store"), saved)
+        args = (rank, num_ranks, tmp_path / "checkpoints", str(tmp_path / "store"), saved, beside)
         processes.append(CONTEXT.Process(target=save_forever, args=args, daemon=True))
         processes[-1].start()
         saved.close()
@@ -82,15 +93,15 @@ def last_of(report: Connection) -> int:
 
 
 KILLS = ["a run of one rank", "both ranks", "rank 0 of two", "rank 1 of two"]
+NUMBERS = [pytest.param(number, marks=pytest.mark.slow if number >= len(KILLS) else ()) for number in range(34)]
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=pytest.mark.slow if number >= len(KILLS) else ()) for number in range(34)]
-)
-def test_a_kill_at_a_random_moment_of_saving_loses_nothing_that_was_saved(tmp_path, number):
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("beside", [False, True], ids=["saving", "saving in the background"])
+def test_a_kill_at_a_random_moment_of_saving_loses_nothing_that_was_saved(tmp_path, number, beside):
     kill = KILLS[number % len(KILLS)]
     chance = random.Random(number)
-    processes, reports = start(1 if kill == KILLS[0] else 2, tmp_path)
+    processes, reports = start(1 if kill == KILLS[0] else 2, tmp_path, beside)
     reports[0].poll(60)  # the first is saved
     time.sleep(chance.uniform(0, 0.2))
     victims = {KILLS[2]: [0], KILLS[3]: [1]}.get(kill, list(range(len(processes))))

@@ -52,5 +52,13 @@ def test_the_reader_is_twenty_lines_and_imports_nothing_of_ours(code):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_the_loop_of_the_page_saves_beside_training(tmp_path, code, capsys):
+    w = torch.zeros(3)
+    code[1]["train_and_save"](tmp_path, {"w": w}, lambda: w.add_(1.0), num_steps=5, every=2)
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == [step_name(2), step_name(4)]
+    assert code[0]["read_checkpoint"](tmp_path / step_name(4))[0]["w"].tolist() == [4.0] * 3
+    assert capsys.readouterr().out.count("saved ") == 2
+
+
 def test_the_calls_of_the_page_save_and_load(tmp_path, code):
-    assert code[1]["save_and_load"](tmp_path, {"w": torch.ones(3)}) == {"step": 100}
+    assert code[2]["save_and_load"](tmp_path, {"w": torch.ones(3)}) == {"step": 100}

@@ -282,6 +282,7 @@ MISTAKES = [
     Mistake({"data.valid": {"web": "a", "code": 3}}, r"data.valid.code must be text; got 3; use data.valid=null$"),
     Mistake({"data.valid": {"web": {"a": "b"}}}, r"data.valid.web must be text; got {'a': 'b'}"),
     Mistake({"data.valid": {"web": ""}}, r"data.valid.web must not be empty"),
+    Mistake({"checkpoint.async_save": True}, r"checkpoint.async_save .* checkpoint.every"),
     Mistake({"checkpoint.keep_best": True}, r"keep_best needs data.valid, .*; use checkpoint.keep_best=false$"),
     Mistake(
         {"checkpoint.keep_best": True, "data.valid": "held_out", "train.evaluation.every": 10},

@@ -16,6 +16,7 @@ PLACES = {
     "in a step": "megalith.training.loop:train_step",
     "evaluating": "megalith.training.callbacks:evaluate",
     "saving": "megalith.checkpoint.save:_write",
+    "saving beside training": "megalith.checkpoint.save:_write",
 }
 
 

@@ -34,6 +34,8 @@ KILL, SEGV, TERM, INT, HUP, USR1 = (
 STEPS, EVERY = 6, 2
 # place -> which call of it, and the step that is saved if the run is asked to stop there
 CALLS = {"building": (1, 0), "reading data": (4, 3), "in a step": (4, 4), "evaluating": (2, 4), "saving": (2, 4)}
+BESIDE = "saving beside training"
+CALLS[BESIDE] = CALLS["saving"]
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "replicate": 2}}
 STOPPED, PARENT, ALL, GROUP, SERVER = 75, -1, -2, -3, -4
 
@@ -85,8 +87,14 @@ SAMPLE = [
     dies(1, "evaluating"),
     stops(2, "in a step", PARENT, INT),
     loses(2, "saving", 1),
+    loses(2, BESIDE, 1),
 ]
 REST = [
+    dies(1, BESIDE),
+    dies(2, BESIDE),
+    loses(2, BESIDE, 0),
+    quits(2, BESIDE, PARENT, INT),
+    quits(1, BESIDE, PARENT, TERM),
     stops(1, "in a step", PARENT, INT),
     stops(1, "evaluating", PARENT, HUP),
     stops(1, "saving", PARENT, USR1),
@@ -201,6 +209,7 @@ def wait_until_told(program: Program, words: str) -> None:
 @pytest.mark.parametrize("case", [*SAMPLE, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)], ids=str)
 def test_nothing_is_left_running_and_the_run_goes_on_bitwise(case, tmp_path):
     tree = tree_in(tmp_path, case.num_ranks)
+    tree["checkpoint"]["async_save"] = case.place == BESIDE
     call, stopped_at = CALLS[case.place]
     pause = Pause(tmp_path, range(case.num_ranks))
     command = ("train", write_settings(tree, tmp_path), "--nproc", case.num_ranks)

@@ -48,6 +48,29 @@ def test_ranks_are_named_unless_all_have_the_error():
     assert {text for text, *_ in ranks(3, errors_of, every)} == {"CheckpointError('saving: no')"}
 
 
+def agreed_again_after_rank_1(same: bool) -> str:
+    """The error on this rank after ranks have agreed on one, which rank 0 alone, or every rank, brings up again."""
+    found = None
+    try:
+        with agreed("saving"):
+            if dist.get_rank() == 1:
+                raise StorageError("full")
+    except StorageError as error:
+        found = error
+    try:
+        with agreed():
+            if found is not None and (same or dist.get_rank() == 0):
+                raise found
+    except StorageError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_an_error_that_was_agreed_on_names_its_ranks_once(same):
+    assert ranks(3, agreed_again_after_rank_1, same) == ["saving: rank 1: full"] * 3
+
+
 def fails_unforeseen_on_rank_1(error: BaseException, collective: bool) -> tuple[str, bool]:
     """The error on this rank, and whether its traceback shows the line that raised."""
 

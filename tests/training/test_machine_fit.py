@@ -62,6 +62,23 @@ def test_what_ranks_on_this_machine_hold_together_must_fit(
     check_machine(config, world_size, range(num_local_ranks))
 
 
+@pytest.mark.parametrize(("layout", "world_size"), [({}, 1), ({"shard": 2}, 2), ({"replicate": 2}, 2)])
+def test_copies_for_saving_beside_training_must_fit_too(layout, world_size, config, monkeypatch):
+    checkpoint = config.checkpoint.model_copy(update={"every": 2, "async_save": True})
+    parallel = config.parallel.model_copy(update=layout)
+    config = config.model_copy(update={"parallel": parallel, "checkpoint": checkpoint})
+    # three of the four parts of a state are saved: weights and two moments; replicas share them
+    takes = needed(config) * layout.get("replicate", 1) + needed(config) * 3 // 4
+    monkeypatch.setattr(process_group.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes)
+    check_machine(config, world_size, range(world_size))
+    monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes - 16)
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.async_save keeps in CPU memory does not fit: with it, .* needs? "
+    ):
+        check_machine(config, world_size, range(world_size))
+
+
 def allocated(tree: dict[str, Any], world_size: int) -> int:
     """Bytes of this rank's weights and moments, and of gradients as large as the weights."""
     run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))

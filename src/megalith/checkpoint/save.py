@@ -9,8 +9,10 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megalith.checkpoint.box import Box, local_part
@@ -32,7 +34,7 @@ from megalith.storage import (
 )
 from megalith.topology.agreement import agreed, gather, rank, scatter, world_size
 
-__all__ = ["BEST", "MOST_STATE_BYTES", "STATE", "save_checkpoint"]
+__all__ = ["BEST", "MOST_STATE_BYTES", "STATE", "StagedCheckpoint", "save_checkpoint", "stage_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -70,57 +72,130 @@ def save_checkpoint(
         CheckpointError: tensors or state that the format cannot hold, or a different checkpoint of this step. Both are
             raised on every rank; earlier checkpoints and ``latest`` are unchanged.
     """
+    stage_checkpoint(folder, step, tensors, state, keep_last=keep_last, best=best).publish(read=read)
+    return child(folder, step_name(step))
+
+
+def stage_checkpoint(
+    folder: Location,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    *,
+    keep_last: int,
+    best: int | None = None,
+    copied: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
+) -> "StagedCheckpoint":
+    """The first half of ``save_checkpoint``: all ranks agree on who writes what, and the folder is staged.
+
+    ``copied`` is applied to this rank's part of the tensors, by key. If it returns copies, ``tensors`` may change
+    before ``publish``. Raises as ``save_checkpoint`` does.
+    """
     store, name = open_store(folder), step_name(step)
     task = f"step {step} was not saved and earlier checkpoints are unchanged"
     with agreed(task):
         parts = {name: local_part(name, tensor) for name, tensor in tensors.items()}
     offers_by_rank = gather([_offer(name, tensor, parts[name][0]) for name, tensor in tensors.items()])
-    plan, is_there = SavePlan({}, [], 0), False
+    plan, is_there, encoded = SavePlan({}, [], 0), False, b""
     with agreed(task):
         if rank() == 0:
             plan = plan_of(offers_by_rank)
-            _check_arguments(step, state, keep_last)
+            encoded = _checked(step, state, keep_last)
             is_there = _prepare(store, name, plan.num_bytes)
     try:
         names, is_there = scatter([(names, is_there) for names in plan.names_by_rank])
         with agreed(task):
             mine = {key_of(name, tensors[name].shape, parts[name][0]): parts[name][1] for name in names}
-            records = _write(None if is_there else store.staged(name), mine, read)
-        records_by_rank = gather(records)
-        with agreed(task):
-            if rank() == 0:
-                shards = {file: record for records in records_by_rank for file, record in records.items()}
-                _publish(store, name, shards, plan, state, is_there)
-                best_name = None if best is None else step_name(best)
-                _point_to_best(store, best_name, name)
-                remove_old(store, keep_last, but_not={name, best_name or name})
-    finally:
+            kept = mine if copied is None else copied(mine)
+    except BaseException:
         if rank() == 0:
             discard(store, name)
-    return child(folder, name)
+        raise
+    best_name = None if best is None else step_name(best)
+    return StagedCheckpoint(store, name, task, plan, is_there, kept, encoded, keep_last, best_name)
+
+
+@dataclass(frozen=True)
+class StagedCheckpoint:
+    """A checkpoint whose content is settled, and of which nothing is written yet; ``stage_checkpoint`` returns it.
+
+    Attributes:
+        store, name: where it will be.
+        task: what has failed if publishing fails, for the error.
+        is_there: a complete checkpoint of this step exists, which ``publish`` only compares.
+        tensors: what this rank writes, by key.
+        state: the content of its state.json; on rank 0.
+    """
+
+    store: Store
+    name: str
+    task: str
+    plan: SavePlan
+    is_there: bool
+    tensors: Mapping[str, Tensor]
+    state: bytes
+    keep_last: int
+    best: str | None
+
+    def publish(self, group: dist.ProcessGroup | None = None, read: Callable[[str], Tensor] | None = None) -> None:
+        """Writes and commits it, the second half of ``save_checkpoint``; all ranks call it, once.
+
+        ``group``: a group of all ranks to agree through, None: the default group. With a gloo group of its own it may
+        run in a thread, beside other collectives.
+        """
+        try:
+            with agreed(self.task, group):
+                records = _write(None if self.is_there else self.store.staged(self.name), self.tensors, read)
+            records_by_rank = gather(records, group)
+            with agreed(self.task, group):
+                if rank() == 0:
+                    self._commit({file: record for records in records_by_rank for file, record in records.items()})
+                    _point_to_best(self.store, self.best, self.name)
+                    remove_old(self.store, self.keep_last, but_not={self.name, self.best or self.name})
+        finally:
+            if rank() == 0:
+                discard(self.store, self.name)
+
+    def _commit(self, shards: dict[str, FileRecord]) -> None:
+        """Adds rank 0's files to ``shards`` and commits; if the step already exists, only compares."""
+        small = {INDEX: index_of(self.plan.tensors), STATE: self.state}
+        files = shards | {file: record_of([content]) for file, content in small.items()}
+        if self.is_there:
+            if read_manifest(self.store / self.name) != files:
+                raise CheckpointError(
+                    f"{self.store / self.name} already exists with different contents; use another folder for this "
+                    "run, or move that one"
+                )
+            return
+        staged = self.store.staged(self.name)
+        for file, content in small.items():
+            staged.put(file, content)
+        _check_sizes(staged, files)
+        self.store.commit(self.name, manifest_of(files))
+        with _warned(self.store / self.name):
+            self.store.put(LATEST, f"{self.name}\n".encode())
 
 
 def _offer(name: str, tensor: Tensor, box: Box) -> Offer:
     return Offer(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), box)
 
 
-def _check_arguments(step: int, state: Mapping[str, Any], keep_last: int) -> None:
+def _checked(step: int, state: Mapping[str, Any], keep_last: int) -> bytes:
+    """Returns the content of state.json; raises CheckpointError for invalid arguments."""
     if step < 0 or keep_last < 1:
         raise CheckpointError(
             f"step must be at least 0 and keep_last at least 1; got step={step}, keep_last={keep_last}"
         )
     try:
-        num_bytes = len(_json_of(state))
+        encoded = (json.dumps(dict(state), indent=1) + "\n").encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the state must be JSON-serializable: {error}") from error
-    if num_bytes > MOST_STATE_BYTES:
+    if len(encoded) > MOST_STATE_BYTES:
         raise CheckpointError(
-            f"the state may have at most {MOST_STATE_BYTES} bytes as JSON; it has {num_bytes}; save arrays as tensors"
+            f"the state may have at most {MOST_STATE_BYTES} bytes as JSON; it has {len(encoded)}; save arrays as "
+            "tensors"
         )
-
-
-def _json_of(state: Mapping[str, Any]) -> bytes:
-    return (json.dumps(dict(state), indent=1) + "\n").encode()
+    return encoded
 
 
 def _prepare(store: Store, name: str, num_bytes: int) -> bool:
@@ -146,28 +221,6 @@ def _write(
     if staged is None:
         return {file: record_of(shard_parts(tensors, read))}
     return {file: write_shard(staged, file, tensors, read)}
-
-
-def _publish(
-    store: Store, name: str, shards: dict[str, FileRecord], plan: SavePlan, state: Mapping[str, Any], is_there: bool
-) -> None:
-    """Adds rank 0's files to ``shards`` and commits; if the step already exists, only compares."""
-    small = {INDEX: index_of(plan.tensors), STATE: _json_of(state)}
-    files = shards | {file: record_of([content]) for file, content in small.items()}
-    if is_there:
-        if read_manifest(store / name) != files:
-            raise CheckpointError(
-                f"{store / name} already exists with different contents; use another folder for this run, or move "
-                "that one"
-            )
-        return
-    staged = store.staged(name)
-    for file, content in small.items():
-        staged.put(file, content)
-    _check_sizes(staged, files)
-    store.commit(name, manifest_of(files))
-    with _warned(store / name):
-        store.put(LATEST, f"{name}\n".encode())
 
 
 def _point_to_best(store: Store, best: str | None, saved: str) -> None:

@@ -66,6 +66,7 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         # inverse-square-root has no end: cut off at decay_steps it would jump down to min_lr
         "optim.decay_steps": Condition("optim.schedule", _SCHEDULES_THAT_END),
         "optim.wsd": Condition("optim.schedule", ("WSD",)),
+        "checkpoint.async_save": Condition("checkpoint.every"),  # the last save of a run is waited for
         "precision.loss_scale": Condition("precision.dtype", ("float16",)),
     }
 )

@@ -261,6 +261,9 @@ class CheckpointConfig(SettingsGroup):
     keep_best: bool = Field(
         default=False, description="also keep the checkpoint with the lowest held-out loss, however old"
     )
+    async_save: bool = Field(
+        default=False, description="write checkpoints while training continues, from a copy in CPU memory"
+    )
 
 
 class RunConfig(SettingsGroup):

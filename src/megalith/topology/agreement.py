@@ -49,8 +49,10 @@ def world_size() -> int:
 
 
 @contextmanager
-def agreed(action: str = "") -> Iterator[None]:
+def agreed(action: str = "", group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Runs rank-local work without collectives; at the end of the block either all ranks continue or all raise.
+
+    ``group``: a group of all ranks to agree through; None: the default group.
 
     Raises:
         MegalithError: a rank raised it. Every rank raises that class with the message ``{action}: <ranks>: <reason>``.
@@ -60,7 +62,7 @@ def agreed(action: str = "") -> Iterator[None]:
     """
     with attempt() as work:
         yield
-    work.settle(action)
+    work.settle(action, group)
 
 
 @contextmanager
@@ -87,9 +89,9 @@ class Attempt:
         """Whether the block raised on this rank."""
         return self.error is not None
 
-    def settle(self, action: str = "") -> None:
+    def settle(self, action: str = "", group: dist.ProcessGroup | None = None) -> None:
         """Collective: returns if no rank failed, otherwise raises on every rank as ``agreed`` does."""
-        failures = all_gather(None if self.error is None else _Failure.of(self.error))
+        failures = all_gather(None if self.error is None else _Failure.of(self.error), group)
         if self.error is not None and not isinstance(self.error, MegalithError):
             raise self.error
         for number, failure in enumerate(failures):
@@ -125,12 +127,15 @@ def all_gather(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return items
 
 
-def gather(item: T) -> list[T]:
-    """Returns the ``item`` of every rank, in rank order, on rank 0, and an empty list on the other ranks."""
+def gather(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns the ``item`` of every rank, in rank order, on rank 0, and an empty list on the other ranks.
+
+    ``group``: a group of all ranks to send through; None: the default group.
+    """
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size() if rank() == 0 else []
-    dist.gather_object(item, items or None, dst=0)
+    dist.gather_object(item, items or None, dst=0, group=group)
     return items
 
 
@@ -155,16 +160,20 @@ def broadcast(item: T) -> T:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A rank's error as sent to the others. ``kind`` is its class if it is a MegalithError, otherwise None."""
+    """A rank's error as sent to the others. ``kind`` is its class if it is a MegalithError, otherwise None.
+
+    ``names_ranks``: it was agreed on before, so that its text already says which ranks failed.
+    """
 
     kind: type[MegalithError] | None
     text: str
+    names_ranks: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> "_Failure":
         # an unexpected error is sent by name: its class may not exist on another rank, or need more than a message
         if isinstance(error, MegalithError):
-            return cls(type(error), str(error))
+            return cls(type(error), str(error), error.on_every_rank)
         return cls(None, f"{type(error).__name__}: {error}")
 
 
@@ -174,15 +183,16 @@ def _verdict(failures: list[_Failure | None], action: str) -> MegalithError | No
     if not kinds:
         return None
     kind = next((kind for kind in kinds if issubclass(kind, StorageError)), kinds[0])
-    ranks_by_text: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, set[int]] = {}
     for number, failure in enumerate(failures):
         if failure is not None:
-            ranks_by_text.setdefault(failure.text, []).append(number)
+            numbers = range(len(failures)) if failure.names_ranks else [number]
+            ranks_by_text.setdefault(failure.text, set()).update(numbers)
     texts = "; ".join(_where(numbers, len(failures)) + text for text, numbers in ranks_by_text.items())
     return everywhere(kind(f"{action}: {texts}" if action else texts))
 
 
-def _where(numbers: list[int], num_ranks: int) -> str:
+def _where(numbers: set[int], num_ranks: int) -> str:
     if len(numbers) == num_ranks:
         return ""
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers)) + ": "
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, sorted(numbers))) + ": "

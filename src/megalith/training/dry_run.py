@@ -1,6 +1,7 @@
 """Describes a run without running it: settings, size, memory, and its first batch as text."""
 
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
 
 from megalith.config import RunConfig, dump_yaml
@@ -11,7 +12,7 @@ from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.simulate import Costs, simulate
 from megalith.training.build_model import stages_of
 from megalith.training.exchange_sizes import symmetric_sizes
-from megalith.training.machine_fit import rank_state_bytes, state_bytes
+from megalith.training.machine_fit import StateBytes, copy_bytes, rank_state_bytes, state_bytes
 from megalith.training.memory import planned_memory
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
@@ -30,7 +31,8 @@ def describe(config: RunConfig, world_size: int) -> str:
     degrees = {name: getattr(layout, name) for name in ("tensor", "context", "pipeline", "replicate", "shard")}
     axes = {name: degree for name, degree in degrees.items() if name in _ALWAYS or degree > 1}
     state = state_bytes(config, task.num_parameters).total
-    largest = max(held.total for held in rank_state_bytes(config, task, world_size))
+    held = rank_state_bytes(config, task, world_size)
+    largest = max(each.total for each in held)
     share = f"{'up to' if layout.pipeline > 1 else 'about'} {quantity(largest)}B"
     tokens = config.train.global_batch_size * task.tokens_per_sample
     return "\n".join(
@@ -43,6 +45,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             *_stages(config, task, layout),
             f"state on each rank    {share} of {quantity(state)}B",
             *_buffers(config),
+            *_copies(config, held, world_size),
             f"peak memory           {_memory(config, task, world_size)}",
             f"tokens per step       {tokens:,}, {tokens * config.train.steps:,} in total",
             f"FLOPs per token       {quantity(flops)}",
@@ -85,6 +88,13 @@ def _buffers(config: RunConfig) -> list[str]:
     if config.parallel.dispatch.method == "flex":
         return ["exchange buffers      DeepEP's own, not counted"]
     return []
+
+
+def _copies(config: RunConfig, held: Sequence[StateBytes], world_size: int) -> list[str]:
+    """Formats the size of a rank's copies for saving while training continues, which are not part of its peak."""
+    if (copied := max(copy_bytes(config, each, world_size) for each in held)) == 0:
+        return []
+    return [f"copy for saving       {quantity(copied)}B on each rank, in CPU memory"]
 
 
 def _memory(config: RunConfig, task: AnyTask, world_size: int) -> str:

@@ -21,7 +21,7 @@ from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
 
-__all__ = ["StateBytes", "check_machine", "rank_state_bytes", "state_bytes"]
+__all__ = ["StateBytes", "check_machine", "copy_bytes", "rank_state_bytes", "state_bytes"]
 
 _MOMENTS = {"adamw": 2, "sgd": 1}  # per parameter
 
@@ -64,6 +64,18 @@ def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[
     return found
 
 
+def copy_bytes(config: RunConfig, held: StateBytes, world_size: int) -> int:
+    """Returns the CPU memory in which a rank that holds ``held`` keeps its copy for ``checkpoint.async_save``.
+
+    Replicas share the writing of weights and moments. For experts, which may be replicated less often than other
+    weights, this is too low.
+    """
+    if not config.checkpoint.async_save:
+        return 0
+    layout = config.parallel.layout(world_size)
+    return (held.weights + held.moments) // max(layout.replicate, layout.edp_replicate)
+
+
 def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
     """Rejects a run that cannot start: no FP8 or energy counter, more ranks than GPUs, a state larger than the memory.
 
@@ -77,7 +89,9 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     along_pipeline, grid = rank_state_bytes(config, task, world_size), RankGrid(layout)
     sizes = symmetric_sizes(config)
     buffers = 0 if sizes is None else sizes.num_bytes  # on every rank, even for stages without experts
-    held = [along_pipeline[grid.position("pp", rank)].total + buffers for rank in local_ranks]
+    states = [along_pipeline[grid.position("pp", rank)] for rank in local_ranks]
+    held = [state.total + buffers for state in states]
+    copied = sum(copy_bytes(config, state, world_size) for state in states)
     device, num_local_ranks = choose_device(), len(local_ranks)
     check_products(config, device)
     if config.train.log_energy and (reason := why_no_energy(device)) is not None:
@@ -101,6 +115,18 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
             f"{quantity(task.num_parameters)} parameters take {quantity(needed)}B {where}{exchange}, without "
             f"activations, and {what} {quantity(has)}B; use a smaller model, or more memory: shard it over {more} "
             f"(parallel.shard is {layout.shard}, parallel.tensor is {layout.tensor})"
+        )
+    if copied:
+        _check_copies(copied if device.type == "cuda" else needed + copied, num_local_ranks)
+
+
+def _check_copies(needed: int, num_local_ranks: int) -> None:
+    """Raises ConfigError if the CPU memory of this machine is below ``needed`` bytes, which include the copies."""
+    if needed > (has := memory_bytes() or needed):
+        ranks = f"the {num_local_ranks} ranks of this machine need" if num_local_ranks > 1 else "this machine needs"
+        raise ConfigError(
+            "the copy of weights and optimizer state that checkpoint.async_save keeps in CPU memory does not fit: with "
+            f"it, {ranks} {quantity(needed)}B, and there are {quantity(has)}B; set checkpoint.async_save=false"
         )
 
 

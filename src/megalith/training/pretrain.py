@@ -24,7 +24,7 @@ from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics, TextS
 from megalith.training.energy_of_steps import EnergyOfSteps
 from megalith.training.expert_loads import CollapseAlarm
 from megalith.training.freed_memory import FreedMemory
-from megalith.training.loop import Outcome, train
+from megalith.training.loop import Callback, Outcome, train
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
 from megalith.training.run import Run
@@ -77,8 +77,7 @@ def pretrain(
         with agreed():
             trackers = _trackers(run, stack)
             metrics = stack.enter_context(closing(Metrics(run, show, show_progress, trackers, energy)))
-            ours = (HeldOutLoss(run, metrics), TextSamples(run, metrics), Checkpoints(run, metrics), CollapseAlarm())
-            callbacks = [metrics, *ours, *(parts.callbacks if parts else ()), FreedMemory(run)]
+            callbacks = _callbacks(run, metrics, parts, stack)
             if dist.get_rank() == 0:
                 keep_settings(run)
                 keep_tokenizer(run)
@@ -107,6 +106,13 @@ def _energy_source(config: RunConfig, device: torch.device, stack: ExitStack) ->
             reason = f"train.log_energy cannot measure here: {error}; or set train.log_energy=false"
             raise ConfigError(reason) from error
     return source
+
+
+def _callbacks(run: Run, metrics: Metrics, parts: RunParts | None, stack: ExitStack) -> list[Callback]:
+    """Returns the callbacks of a run in their order; ``stack`` waits for a checkpoint that is still being written."""
+    checkpoints = stack.enter_context(closing(Checkpoints(run, metrics)))
+    ours = (HeldOutLoss(run, metrics), TextSamples(run, metrics), checkpoints, CollapseAlarm())
+    return [metrics, *ours, *(parts.callbacks if parts else ()), FreedMemory(run)]
 
 
 def _trackers(run: Run, stack: ExitStack) -> Trackers:

@@ -3,14 +3,18 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+from megalith.checkpoint.background import BackgroundSaver
 from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged, step_name
 from megalith.checkpoint.load import load_tensors
 from megalith.checkpoint.save import STATE, save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.data.class_names import class_names, listed
 from megalith.errors import CheckpointError, StorageError
+from megalith.observe.units import duration
 from megalith.storage import WAY_OUT, Location, Store, open_store
 from megalith.topology.agreement import agreed, broadcast, everywhere, rank
 from megalith.training.continuity import changed, comparable_settings, compared, kept_settings
@@ -19,7 +23,7 @@ from megalith.training.saves import note_save, refuse_if_saved
 from megalith.training.state import SavedState, read_saved_state
 from megalith.training.tasks.weights import load_weights
 
-__all__ = ["Beginning", "resume_or_load", "save", "where_it_goes_on"]
+__all__ = ["Beginning", "note_saved", "resume_or_load", "save", "where_it_goes_on"]
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +36,30 @@ class Beginning:
     is_done: bool = False
 
 
-def save(run: Run, keep_last: int, best: int | None = None) -> Store:
-    """Saves a checkpoint of this step; keeps the newest ``keep_last`` and that of step ``best``. Collective."""
-    with agreed(f"step {run.state.step} is not saved"):
+def save(run: Run, keep_last: int, best: int | None = None, background: BackgroundSaver | None = None) -> None:
+    """Saves a checkpoint of this step; keeps the newest ``keep_last`` and that of step ``best``. Collective.
+
+    With ``background``, which calls ``note_saved`` once it is complete, returns when the tensors are copied.
+    """
+    step = run.state.step
+    with agreed(f"step {step} is not saved"):
         tensors, state = run.tensors(), run.state_dict()
-    path = save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last, best=best)
+    if background is not None:
+        background.save(run.checkpoints, step, tensors, state, keep_last=keep_last, best=best)
+        return
+    started = perf_counter()
+    path = save_checkpoint(run.checkpoints, step, tensors, state, keep_last=keep_last, best=best)
     if rank() == 0:
-        try:
-            note_save(run.folder, run.state.step, path)
-        except StorageError as error:  # the checkpoint is complete, and is found without the note
-            log.warning("%s is saved, but %s", path, error)
-    return path
+        note_saved(run.folder, step, path, perf_counter() - started)
+
+
+def note_saved(folder: Path, step: int, path: Store, seconds: float) -> None:
+    """Records in the run's ``folder`` that the checkpoint ``path`` is complete, and logs it. On one rank."""
+    try:
+        note_save(folder, step, path)
+    except StorageError as error:  # the checkpoint is complete, and is found without the note
+        log.warning("%s is saved, but %s", path, error)
+    log.info("saved %s in %s", path, duration(seconds))
 
 
 def where_it_goes_on(checkpoints: Location) -> str:

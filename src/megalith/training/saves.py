@@ -63,7 +63,7 @@ def _known_to_save_at(run_folder: Path) -> int | None:
     """Returns the step whose record proves that the run has saved; None if its settings cannot be read.
 
     A run saves at its last step. At an earlier one it may have been killed between record and save, so the next record
-    is the proof.
+    is the proof; with ``checkpoint.async_save`` the one after the second save, which waits for the first.
     """
     path = run_folder / "config.yaml"
     try:
@@ -73,7 +73,9 @@ def _known_to_save_at(run_folder: Path) -> int | None:
     every, steps = look_up(settings, "checkpoint.every"), look_up(settings, "train.steps")
     if not isinstance(steps, int):
         return None
-    return min(steps, every + 1) if isinstance(every, int) else steps
+    if not isinstance(every, int):
+        return steps
+    return min(steps, (2 * every if look_up(settings, "checkpoint.async_save") else every) + 1)
 
 
 def _why(checkpoints: Store, name: str) -> str:

@@ -1,0 +1,144 @@
+"""checkpoint.async_save: the same run, whose checkpoints survive errors of training and whose own errors end it."""
+
+import threading
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megalith.checkpoint.save
+from megalith.config import load_run
+from megalith.errors import MegalithError, RankFailedError, StorageError
+from megalith.observe.metrics import read_metrics
+from megalith.training.dry_run import describe
+from megalith.training.loop import Callback, FinishedStep, Outcome
+from megalith.training.pretrain import pretrain
+from megalith.training.run import Run
+from megalith.training.saves import refuse_if_saved
+from megalith.training.setup import RunParts
+from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from tests.rank_pool import ranks
+from tests.tiny_run import settings
+from tests.training.outcomes import final_tensors, losses, run_here, saved_step
+
+WRITE = megalith.checkpoint.save._write
+
+
+class AfterStep(Callback):
+    """Calls ``function`` after one step."""
+
+    def __init__(self, step: int, function: Any) -> None:
+        self.step, self.function = step, function
+
+    def on_step(self, run: Run, finished: FinishedStep) -> None:
+        if run.state.step == self.step:
+            self.function()
+
+
+def wait_for_the_thread() -> None:
+    deadline = time.monotonic() + 60
+    while any(thread.name.startswith("checkpoint of step") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def error_of(tree: dict[str, Any], write: Any, callback: Callback) -> tuple[str, str]:
+    """The error that ends a run on this rank, whose files are written by ``write``."""
+    config = load_run(tree, world_size=dist.get_world_size())
+    with patch.object(megalith.checkpoint.save, "_write", write):
+        try:
+            pretrain(config, str, str, RunParts(PretrainGPT(config), callbacks=[callback]))
+        except (MegalithError, ZeroDivisionError) as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"replicate": 2}], ids=str)
+def test_a_run_that_saves_beside_training_ends_bitwise_as_one_that_waits(parallel, tmp_path):
+    world_size = 2 if parallel else 1
+    waits = settings(tmp_path, parallel=parallel, train={"steps": 5}, checkpoint={"every": 2}, run=str(tmp_path / "a"))
+    beside = {**waits, "checkpoint": {"every": 2, "async_save": True}, "run": str(tmp_path / "b")}
+    for tree in (waits, beside):
+        assert set(ranks(world_size, run_here, tree, world_size)) == {Outcome.DONE}
+    assert saved_step(beside["run"]) == 5
+    want, got = final_tensors(waits["run"]), final_tensors(beside["run"])
+    assert want.keys() == got.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    assert losses(waits["run"]) == losses(beside["run"])
+    between = [record["step"] for record in read_metrics(tmp_path / "b") if "between" in record]
+    assert between == [3, 5]  # the time that training waited, with the step after it
+
+
+def fail_on_rank_1(*args: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise StorageError("the disk is full")
+    return WRITE(*args)
+
+
+def fail_beside_training(tree: dict[str, Any]) -> tuple[str, str]:
+    return error_of(tree, fail_on_rank_1, AfterStep(4, wait_for_the_thread))
+
+
+def test_a_failure_on_one_rank_ends_the_run_before_the_next_save_is_due(tmp_path):
+    tree = settings(tmp_path, parallel={"tensor": 2}, train={"steps": 100}, checkpoint={"every": 3, "async_save": True})
+    found = ranks(2, fail_beside_training, tree)
+    says = "step 3 was not saved and earlier checkpoints are unchanged: rank 1: the disk is full"
+    assert found == [("StorageError", says)] * 2
+    assert len(losses(tree["run"])) in (4, 5)  # the step after it was noticed may be done, but not the next save
+    assert saved_step(tree["run"]) == 0
+    assert set(ranks(2, run_here, {**tree, "train": {**tree["train"], "steps": 4}}, 2)) == {Outcome.DONE}
+
+
+def fail_while_saving(tree: dict[str, Any]) -> tuple[str, str]:
+    """Rank 1 breaks down in step 3 while no rank has written its file of step 2."""
+    go = threading.Event()
+
+    def write(*args: Any) -> Any:
+        assert go.wait(60)
+        return WRITE(*args)
+
+    def break_down() -> None:
+        threading.Timer(0.5, go.set).start()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ZeroDivisionError("in step 3")
+        raise RankFailedError("it was the last rank")  # as the next collective would
+
+    return error_of(tree, write, AfterStep(3, break_down))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_fails_waits_for_the_checkpoint_that_is_being_written(num_ranks, tmp_path):
+    parallel = {"replicate": num_ranks}
+    tree = settings(tmp_path, parallel=parallel, train={"steps": 9}, checkpoint={"every": 2, "async_save": True})
+    found = ranks(num_ranks, fail_while_saving, tree)
+    assert found[-1] == ("ZeroDivisionError", "in step 3")
+    assert saved_step(tree["run"]) == 2
+
+
+def test_metrics_past_the_first_save_are_no_proof_that_it_was_complete(tmp_path):
+    tree = settings(tmp_path, train={"steps": 9}, checkpoint={"every": 2, "async_save": True})
+    ranks(1, run_here, tree, 1)
+    run = tmp_path / "run"
+    (run / "saved.json").unlink()
+    for step in (run / "checkpoints").iterdir():
+        step.rename(tmp_path / step.name)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    store = megalith.checkpoint.save.open_store(run / "checkpoints")
+    (run / "metrics.jsonl").write_text("".join(lines[:4]))  # killed in the step that begins the second save
+    refuse_if_saved(run, store, {})
+    (run / "metrics.jsonl").write_text("".join(lines[:5]))  # after it, which waited for the first
+    with pytest.raises(MegalithError, match="this run has saved before"):
+        refuse_if_saved(run, store, {})
+
+
+def test_a_dry_run_says_how_much_memory_the_copies_take(tmp_path):
+    tree = settings(tmp_path, precision={"dtype": "float32"}, checkpoint={"every": 2, "async_save": True})
+    config = load_run(tree)
+    [line] = [line for line in describe(config, 1).splitlines() if line.startswith("copy for saving")]
+    num_parameters = PretrainGPT(config).num_parameters
+    assert line == f"copy for saving       {12 * num_parameters / 1000:.3g}kB on each rank, in CPU memory"
+    waits = load_run({**tree, "checkpoint": {"every": 2}})
+    assert "copy for saving" not in describe(waits, 1)
