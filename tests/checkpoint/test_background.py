@@ -125,7 +125,8 @@ def fail_on_rank_1(folder: Path, unexpected: bool) -> list[str]:
     """Errors of this rank: when it waits, waits again, and saves the next step. Rank 1's files may not be large."""
     saver, found = BackgroundSaver(Saved()), []
     tensor = distribute_tensor(torch.zeros(100_000), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-    save_checkpoint(folder, 1, {"w": tensor}, {}, keep_last=2)
+    saver.save(folder, 1, {"w": tensor}, {}, keep_last=2)  # it opens its group, which may write to a file too
+    saver.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def break_down(*_: Any) -> None:
