@@ -14,6 +14,9 @@ from tests.checkpoint.layouts import Layout, mesh_of
 from tests.rank_pool import ranks
 
 EXACT = 1e-12
+# of a float32 norm: one rounding if those of the additions cancel, and at most 512 of them, in eight sums per row of
+# 4,096, if all are in one direction
+ROUNDINGS = {"normal": 2.0**-24, "constant": 512 * 2.0**-24 / 2}
 R = Replicate()
 # shape, dimension that FSDP shards, dimension that tp shards
 GRADIENTS: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
@@ -57,6 +60,19 @@ def global_norm(layout: Layout) -> float:
     assert squared.dtype == torch.float64
     dist.all_reduce(squared)
     return squared.sqrt().item()
+
+
+@pytest.mark.parametrize("shape", [(9_000, 2_048), (40_000_003,), (1,)], ids=str)
+@pytest.mark.parametrize("values", ROUNDINGS)
+def test_the_norm_of_a_large_float32_gradient_is_exact_to_its_roundings(shape, values):
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.full(shape, 1e-3) if values == "constant" else torch.randn(shape, generator=generator)
+    exact = math.sqrt(math.fsum(part.double().square().sum().item() for part in gradient.view(-1).split(1 << 22)))
+    whole = local_squared_norm([with_gradient(gradient)]).sqrt().item()
+    assert whole == pytest.approx(exact, rel=ROUNDINGS[values])
+    halves = gradient.tensor_split(2)  # as two ranks hold it
+    squared = sum(local_squared_norm([with_gradient(half)]).item() for half in halves if half.numel())
+    assert math.sqrt(squared) == pytest.approx(exact, rel=ROUNDINGS[values])
 
 
 def test_a_gradient_of_3_and_4_has_norm_5_and_is_clipped_to_a_fifth():
