@@ -62,3 +62,31 @@ def test_the_memory_is_that_of_the_job_in_control_groups_of_version_1(groups):
     limit(groups / "memory/slurm/job", "memory.limit_in_bytes", "4000\n")
     limit(groups / "cpu,cpuacct/slurm/job", "memory.limit_in_bytes", "1000\n")
     assert machine.memory_bytes() == 4000
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_is_what_is_left_of_the_limit_with_file_caches_that_can_be_reclaimed(version, groups):
+    own, folder = ("0::/job\n", groups) if version == 2 else ("3:memory:/job\n", groups / "memory")
+    (groups.parent / "own").write_text(own)
+    names = {1: ("limit_in_bytes", "usage_in_bytes", "total_"), 2: ("max", "current", "")}[version]
+    limit(folder / "job", f"memory.{names[0]}", "4000\n")
+    assert machine.free_memory_bytes() == 4000  # what is in use is not known
+    limit(folder / "job", f"memory.{names[1]}", "3900\n")
+    assert machine.free_memory_bytes() == 100
+    limit(folder / "job", "memory.stat", f"anon 3000\n{names[2]}inactive_file 700\n")
+    assert machine.free_memory_bytes() == 800
+    limit(folder, f"memory.{names[0]}", "500\n")  # that of the group around it
+    limit(folder, f"memory.{names[1]}", "600\n")
+    assert machine.free_memory_bytes() == 0
+
+
+def test_cores_are_those_that_this_process_may_use():
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system has no affinity")
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert machine.num_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert machine.num_cores() == len(before)

@@ -34,6 +34,12 @@ def test_the_scale_stops_at_its_smallest():
     assert trace(DynamicLossScale(4.0, window=3, hysteresis=1, smallest=2.0), "xxx...") == [2, 2, 2, 2, 2, 4]
 
 
+def test_a_scale_that_resumes_with_a_smaller_window_grows_at_once():
+    scale = DynamicLossScale(16.0, window=3, hysteresis=2)
+    scale.load_state_dict({"scale": 16.0, "clean_steps": 50, "borne": 1})
+    assert trace(scale, "....") == [32, 32, 32, 64]
+
+
 def test_a_scale_continues_from_its_state():
     pattern, states = "x..xx...x.x....", []
     whole = DynamicLossScale(2.0**16, window=3, hysteresis=2)

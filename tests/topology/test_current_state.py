@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megalith.errors import TopologyError
 from megalith.topology import parallel_state
-from megalith.topology.group_options import GroupOptions
+from megalith.topology.group_options import GroupOptions, NCCLOptions
 from megalith.topology.parallel_state import (
     ParallelState,
     current_parallel_state,
@@ -141,6 +141,24 @@ def a_part_of_the_world() -> tuple[list[int], int] | str:
 def test_a_job_may_lay_out_some_ranks_of_a_world():
     outside = "rank must be in [1, 3); got "
     assert ranks(4, a_part_of_the_world) == [f"{outside}0", (3, 1), (3, 1), f"{outside}3"]
+
+
+def device_types() -> list[str]:
+    """The device of the mesh after init_process_group() without a backend, without and with GPUs."""
+    found = []
+    for has_gpus in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_backend", lambda: "undefined")
+            patch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+            patch.setattr(torch.cuda, "is_available", lambda has_gpus=has_gpus: has_gpus)
+            found.append(initialize_model_parallel().device_type)
+            GroupOptions(nccl=NCCLOptions(max_ctas=4))  # accepted
+        destroy_model_parallel()
+    return found
+
+
+def test_a_default_group_without_an_explicit_backend_is_that_of_the_gpus_where_there_are_some():
+    assert ranks(1, device_types) == [["cpu", "cuda"]]
 
 
 def with_a_timeout() -> tuple[float, float]:

@@ -61,10 +61,11 @@ def test_nccl_is_told_what_was_given_and_nothing_else(monkeypatch):
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     given = NCCLOptions(cga_cluster_size=0, max_ctas=16, net_name="IB", high_priority_stream=True)
-    options = given.for_torch()
+    options = given.for_torch(timedelta(minutes=3))
     assert options.is_high_priority_stream
     assert vars(options.config) == {"cga_cluster_size": 0, "max_ctas": 16, "net_name": "IB"}
-    assert vars(NCCLOptions(min_ctas=2).for_torch().config) == {"min_ctas": 2}
+    assert options._timeout == timedelta(minutes=3)
+    assert vars(NCCLOptions(min_ctas=2).for_torch(None).config) == {"min_ctas": 2}
 
 
 def test_a_group_of_nccl_may_have_nccl_options(monkeypatch):

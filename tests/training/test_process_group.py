@@ -46,6 +46,16 @@ def test_after_an_error_collectives_of_nccl_are_not_waited_for(device, raises, c
     assert groups.calls == calls
 
 
+def test_the_device_is_set_for_a_group_that_exists_already(monkeypatch):
+    groups, devices = Groups(monkeypatch), []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    groups.exists = True
+    with process_group(torch.device("cuda", 3)):
+        pass
+    assert devices == [torch.device("cuda", 3)]
+    assert groups.calls == []
+
+
 def abort() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     module.abort_process_groups()

@@ -1,6 +1,5 @@
 """``megalith data``: ``prepare`` converts text files to a dataset; ``inspect`` and ``label`` are in other files."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import typer
 from megalith.cli.console import show_text
 from megalith.cli.inspect import inspect
 from megalith.cli.label import label
+from megalith.observe.machine import num_cores
 
 if TYPE_CHECKING:
     from megalith.data.prepare import PrepareSummary, Progress
@@ -82,7 +82,7 @@ def prepare(
             split_sentences=split_sentences,
             bos=not no_bos,
             special_tokens=special_tokens or (),
-            processes=processes or _num_cores(),
+            processes=processes or num_cores(),
             progress=show,
         )
     recipe = "llama-4m" if not split_sentences else _recipe_of_sentences(summary)
@@ -107,11 +107,6 @@ def _progress_bar() -> Iterator["Progress"]:
             bars.update(tasks[phase], completed=done, total=total)
 
         yield show
-
-
-def _num_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _recipe_of_sentences(summary: "PrepareSummary") -> str:

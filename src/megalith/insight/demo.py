@@ -8,7 +8,6 @@
 5  compares the held-out loss with n-gram models of the same data, generates samples, writes report.html
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from megalith.insight.corpus import split_by_file, standard_library_sources
 from megalith.insight.probe import probe_dtype
 from megalith.insight.report import write_report
 from megalith.models.sampling import Sampling
+from megalith.observe.machine import num_cores
 from megalith.observe.units import duration
 from megalith.resilience.launch import launch
 from megalith.storage.atomic import write_json_atomic
@@ -93,7 +93,7 @@ def _prepare(folder: Path, show: Callable[[str], None]) -> tuple[str, str]:
     kept, held_out = split_by_file(files, _HELD_OUT, seed=0)
     size = sum(file.stat().st_size for file in files) / 1e6
     show(f"corpus: {len(files):,} files from this Python's standard library, {size:.1f} MB; {len(held_out)} held out")
-    found = prepare(kept, folder / "text", vocab_size=_VOCABULARY, valid=held_out, processes=os.cpu_count() or 1)
+    found = prepare(kept, folder / "text", vocab_size=_VOCABULARY, valid=held_out, processes=num_cores())
     assert found.valid is not None, "files were held out"
     for name, part in (("train", found.train), ("held out", found.valid)):
         show(f"{name}: {part.num_documents:,} documents, {part.num_tokens:,} tokens, vocabulary size {_VOCABULARY:,}")

@@ -40,7 +40,7 @@ class DynamicLossScale:
                 self.scale = max(self.smallest, self.scale / 2.0)
             return
         self.clean_steps += 1
-        if self.clean_steps == self.window:
+        if self.clean_steps >= self.window:  # a run may resume with a smaller window
             self.clean_steps = self.borne = 0
             self.scale *= 2.0
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megalith.errors import RankFailedError
+from megalith.observe.machine import num_cores
 from megalith.resilience.rank_watch import Rank, Watch, ended_with_the_block, open_log, start_rank, start_server
 from megalith.resilience.stop_signals import REQUESTS, handled
 from megalith.resilience.verdict import SERVER_DIED
@@ -28,7 +29,7 @@ def get_ready(num_ranks: int) -> None:
     The ranks share this machine's cores unless OMP_NUM_THREADS is set. On macOS each rank imports torch itself, later.
     """
     # first, because torch reads it when it is imported
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     start_server()
 
 

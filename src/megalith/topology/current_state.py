@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megalith.config.draft import divisors
 from megalith.config.layout import Degrees, Layout
 from megalith.errors import TopologyError
-from megalith.topology.group_options import GroupOptions
+from megalith.topology.group_options import GroupOptions, default_backend
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.topology.script_options import RanksOfPipeline, ScriptOptions, first_and_last_rank, first_rank
@@ -115,7 +116,7 @@ def initialize_model_parallel(
     world = dist.get_world_size() - rank_offset if local_world_size is None else local_world_size
     _current.state = ParallelState(
         _grid(world, degrees, num_distributed_optimizer_instances, order),
-        device_type="cuda" if "nccl" in dist.get_backend() else "cpu",
+        device_type="cuda" if torch.cuda.is_available() and "nccl" in default_backend() else "cpu",
         rank_offset=rank_offset,
         timeout=timedelta(minutes=distributed_timeout_minutes),
         group_options=group_options,

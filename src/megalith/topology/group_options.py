@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megalith.errors import TopologyError
 
-__all__ = ["GroupOptions", "NCCLOptions"]
+__all__ = ["GroupOptions", "NCCLOptions", "default_backend"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,15 @@ class NCCLOptions:
         if self.net_name not in (None, "IB", "Socket"):
             raise TopologyError(f"net_name must be 'IB' or 'Socket'; got {self.net_name!r}")
 
-    def for_torch(self) -> object:
-        """Returns the equivalent ``ProcessGroupNCCL.Options``."""
+    def for_torch(self, timeout: timedelta | None) -> object:
+        """Returns the equivalent ``ProcessGroupNCCL.Options`` for a group with ``timeout``; None: torch's default."""
         settings = asdict(self)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.pop("high_priority_stream"))
         for name, value in settings.items():
             if value is not None:
                 setattr(options.config, name, value)
+        if timeout is not None:
+            options._timeout = timeout  # torch warns where the options of a group have another
         return options
 
 
@@ -80,15 +82,15 @@ class GroupOptions:
                 )
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise TopologyError(f"timeout must be positive; got {self.timeout.total_seconds()} s")
-        if self.nccl is not None and not self._is_nccl():
+        backend = self.backend or default_backend()
+        if self.nccl is not None and "nccl" not in backend:
             raise TopologyError(
-                f"nccl options need the nccl backend; this group's backend is {self.backend or _default_backend()}; "
-                "leave them out, or set backend='nccl'"
+                f"nccl options need the nccl backend; this group's backend is {backend}; leave them out, or set "
+                "backend='nccl'"
             )
 
-    def _is_nccl(self) -> bool:
-        return "nccl" in (self.backend or _default_backend())
 
-
-def _default_backend() -> str:
-    return dist.get_backend() if dist.is_initialized() else "none, before init_process_group"
+def default_backend() -> str:
+    """Returns the backends of the default group by device, such as "cpu:gloo,cuda:nccl"."""
+    # of a group without an explicit backend, get_backend() only knows that it is undefined
+    return dist.get_backend_config() if dist.is_initialized() else "none, before init_process_group"

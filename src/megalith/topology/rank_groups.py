@@ -182,8 +182,9 @@ class ParallelState:
         options = self._options.get(axes, GroupOptions())
         key = tuple(ranks), options
         if key not in self._groups:
-            pg_options = None if options.nccl is None else options.nccl.for_torch()
-            self._groups[key] = new_group(ranks, options.backend, options.timeout or self._default.timeout, pg_options)
+            timeout = options.timeout or self._default.timeout
+            pg_options = None if options.nccl is None else options.nccl.for_torch(timeout)
+            self._groups[key] = new_group(ranks, options.backend, timeout, pg_options)
         return self._groups[key]
 
 

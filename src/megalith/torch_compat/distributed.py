@@ -2,6 +2,7 @@
 
 all_gather_single, reduce_scatter_single    new in 2.13, which deprecates all_gather_into_tensor, reduce_scatter_tensor
 distributed_c10d._process_group_name        private; names a new process group
+distributed_c10d._get_default_group()       private; its bound_device_id decides how NCCL groups are created
 FSDPModule._get_fsdp_state()                private; ends a backward manually
 torch.distributed.fsdp...ReduceScatter      private; the base of custom reductions of FSDP2
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
@@ -90,13 +91,19 @@ def new_group(
     each other forever; if a group of the same ranks was destroyed, they would find its stale entries and fail to
     connect. Here the name consists of the ranks and how many groups these ranks have created, counted in that store.
 
+    A default group that was initialized with ``device_id`` makes NCCL groups by splitting its communicator, in which
+    all its ranks must take part, and connects them at once; all sends and receives of a group then share one stream,
+    and wait for each other. Here the new group has its own communicators, and connects pairs of ranks separately.
+
     gloo connects here. A rank that has all its connections could destroy them while two others are still connecting,
     which would then fail; so all wait in the store for the last one. NCCL connects at the first collective.
     """
     text = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
     store = distributed_c10d._get_default_store()
     count = store.add(f"megalith/{text}/{dist.get_rank()}", 1)
-    naming = distributed_c10d._process_group_name
+    default = distributed_c10d._get_default_group()
+    naming, bound = distributed_c10d._process_group_name, default.bound_device_id
+    default.bound_device_id = None
     distributed_c10d._process_group_name = lambda *_, **__: distributed_c10d.GroupName(f"{text}-{count}")
     try:
         group: ProcessGroup = dist.new_group(
@@ -104,6 +111,7 @@ def new_group(
         )
     finally:
         distributed_c10d._process_group_name = naming
+        default.bound_device_id = bound
     if "gloo" in dist.get_backend_config(group):
         connected = f"megalith/{text}-{count}/connected"
         if store.add(connected, 1) == len(ranks):

@@ -78,8 +78,9 @@ def evaluate(
     found = _Sums(task, pipeline, device)
     progress(0, num_samples)
     with pipeline.evaluating():
-        # a few at a time: ranks check that all could read their batches before they wait for each other in the pipeline
-        at_once = 1 if pipeline.placement.num_stages == 1 else _AT_ONCE * pipeline.placement.num_ranks
+        # a few at a time: ranks check that all could read their batches before they wait for each other in the model,
+        # and a GPU is waited for once per check
+        at_once = _AT_ONCE * pipeline.placement.num_ranks
         for first in range(0, num_micro_batches, at_once):
             numbers = range(first, min(first + at_once, num_micro_batches))
             starts = [(number * dp_size + dp_rank) * B for number in numbers]
@@ -131,8 +132,9 @@ def _evaluation(
 ) -> Evaluation:
     """Reduces this rank's ``sums`` and ``counts`` over all ranks and returns the means."""
     names = list(counts)
-    values = [float(sums.get(name, 0.0)) for name in names] + [float(counts[name]) for name in names]
-    totals = _summed(values, pg_collection, device)
+    counted = torch.tensor([counts[name] for name in names], dtype=torch.float64, device=device)
+    summed = torch.stack([sums[name] for name in names]) if sums else torch.zeros_like(counted)
+    totals = _summed(torch.cat((summed, counted)), pg_collection)
     whole = {name: int(totals[len(names) + i]) for i, name in enumerate(names)}
     means = {
         name: total / max(1, whole[name])
@@ -143,15 +145,13 @@ def _evaluation(
     return Evaluation(means[first], means, whole, whole[first], task.counted)
 
 
-def _summed(values: Sequence[float], pg_collection: ProcessGroupCollection, device: torch.device) -> list[float]:
+def _summed(values: Tensor, pg_collection: ProcessGroupCollection) -> list[float]:
     """Sums ``values`` over the ranks that speak for their tokens."""
-    if pg_collection.mesh is None:
-        return list(values)
-    reduced = torch.tensor(values, dtype=torch.float64, device=device)
-    if not pg_collection.speaks_for_tokens:
-        reduced.zero_()
-    dist.all_reduce(reduced)
-    summed: list[float] = reduced.tolist()
+    if pg_collection.mesh is not None:
+        if not pg_collection.speaks_for_tokens:
+            values.zero_()
+        dist.all_reduce(values)
+    summed: list[float] = values.tolist()
     return summed
 
 

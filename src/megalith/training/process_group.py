@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from megalith.torch_compat.distributed import abort_process_groups
 from megalith.training.torchrun_environment import check_rendezvous, launched_rank
 
 __all__ = ["choose_device", "process_group", "world_size_from_environment"]
+
+# ranks wait for one that hashes or writes a large file alone, such as the single file of an imported checkpoint; a
+# stalled step is noticed sooner, by the groups of the layout, which have torch's default
+_SLOWEST = timedelta(hours=2)
 
 
 def world_size_from_environment() -> int:
@@ -40,16 +45,16 @@ def process_group(device: torch.device) -> Iterator[None]:
 
     An existing group is left as it is. An error inside the block tears the group down at once, whatever other ranks do.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # also for an existing group: FSDP2 and object collectives use the current one
     if dist.is_initialized():
         yield
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if (launched := launched_rank()) is not None:
         if (place := os.environ.get(RENDEZVOUS)) is None:
             check_rendezvous()
-        dist.init_process_group(backend, place, rank=launched.rank, world_size=launched.world_size)
+        dist.init_process_group(backend, place, timeout=_SLOWEST, rank=launched.rank, world_size=launched.world_size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch re-exports it implicitly
     try:

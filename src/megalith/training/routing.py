@@ -45,14 +45,14 @@ def routing_sums(
     parts = [torch.zeros(0, dtype=torch.float64, device=device)]
     for layer, moe in layers.items():
         for name, width in _parts(moe):
-            if name in BALANCE_LOSSES:
-                parts.append(parts[0].new_tensor([record.loss(name, layer)]))
-                continue
             if name == _BIAS:
                 parts.append(_range_and_one(biases.get(layer), parts[0]))
                 continue
-            found = record.tokens_per_expert(layer) if name == _LOAD else record.total(name, layer)
-            parts.append(parts[0].new_zeros(width) if found is None else found.to(torch.float64))
+            if name in BALANCE_LOSSES:
+                found = record.loss(name, layer)
+            else:
+                found = record.tokens_per_expert(layer) if name == _LOAD else record.total(name, layer)
+            parts.append(parts[0].new_zeros(width) if found is None else found.to(torch.float64).view(width))
     return torch.cat(parts)
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 __all__ = ["BALANCE_LOSSES", "MicroBatchRecord", "StepRecord"]
@@ -27,7 +28,7 @@ class StepRecord:
     def __init__(self, balance_scale: float) -> None:
         self.balance_scale = balance_scale
         self._loads: dict[int, dict[int, Tensor]] = defaultdict(dict)  # layer -> micro-batch -> [E]
-        self._losses: dict[tuple[str, int, int], Tensor] = {}  # (name, layer, micro-batch) -> scalar
+        self._losses: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)  # (name, layer) -> micro-batch -> []
         self._kept: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)  # (name, layer) -> micro-batch -> any
 
     def micro_batch(self, index: int) -> "MicroBatchRecord":
@@ -44,9 +45,13 @@ class StepRecord:
         found = [*self._kept[name, layer].values()]
         return sum(found[1:], start=found[0]) if found else None
 
-    def loss(self, name: str, layer: int) -> float:
-        """Returns this rank's part of the balance loss ``name``, summed over all micro-batches."""
-        return sum(float(value) for (kind, index, _), value in self._losses.items() if (kind, index) == (name, layer))
+    def loss(self, name: str, layer: int) -> Tensor | None:
+        """Returns this rank's part of the balance loss ``name``, summed over all micro-batches, a float64 scalar.
+
+        None before any. It stays on its device, since there may be hundreds in a step.
+        """
+        found = [*self._losses[name, layer].values()]
+        return torch.stack(found).sum(dtype=torch.float64) if found else None
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class MicroBatchRecord:
 
     def add_loss(self, name: str, layer: int, value: Tensor) -> None:
         """Stores this rank's part of a balance loss of ``layer``, a scalar without its weight."""
-        self.step._losses[name, layer, self.index] = value.detach()
+        self.step._losses[name, layer][self.index] = value.detach()
 
     def kept(self, name: str, layer: int, compute: Callable[[], Tensor]) -> Tensor:
         """Returns what ``compute`` returned the first time, without a gradient.

@@ -90,7 +90,7 @@ def test_losses_are_those_of_loops_over_the_real_tokens_each_with_its_weight():
         "z_loss": oracle.z_loss(logits.numpy(), tokens),
     }
     for name, value in wanted.items():
-        assert record.loss(name, LAYER) == pytest.approx(value, rel=EXACT), name
+        assert record.loss(name, LAYER).item() == pytest.approx(value, rel=EXACT), name
     counts = np.bincount(routing.indices[tokens].flatten(), minlength=E).tolist()
     assert routing.tokens_per_expert.tolist() == record.tokens_per_expert(LAYER).tolist() == counts
 

@@ -62,7 +62,8 @@ def step(
     result: Result = {
         "dw": whole(router.weight.grad),
         "loads": loads,
-        "losses": torch.tensor([record.loss(name, LAYER) for name in RATIOS], dtype=torch.float64) / NUM_BATCHES,
+        "losses": torch.tensor([float(record.loss(name, LAYER) or 0.0) for name in RATIOS], dtype=torch.float64)
+        / NUM_BATCHES,
         "offsets": torch.zeros(E + 1, dtype=torch.float64) if offsets is None else offsets,
     }
     if groups is not None:
