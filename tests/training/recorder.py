@@ -37,6 +37,8 @@ TIMEOUTS = {
     "edp_shard": ("edp_shard", timedelta(minutes=18)),
     "edp_replicate": ("edp_replicate", timedelta(minutes=19)),
     "edp": ("edp", timedelta(minutes=21)),
+    "pp": ("pipeline", timedelta(minutes=22)),
+    "embd": ("pipeline", timedelta(minutes=23)),
 }
 APART = {axes: GroupOptions(timeout=timeout) for axes, (_, timeout) in TIMEOUTS.items()}
 
@@ -69,7 +71,7 @@ def axis_of(group: dist.ProcessGroup) -> str:
     if group == dist.group.WORLD:
         return "world"
     found = {timeout: axis for axis, timeout in TIMEOUTS.values()}
-    return found.get(group._get_backend(torch.device("cpu")).options._timeout, "pipeline")
+    return found.get(group._get_backend(torch.device("cpu")).options._timeout, "another")
 
 
 def _group(arg: Any) -> dist.ProcessGroup | None:

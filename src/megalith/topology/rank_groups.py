@@ -78,6 +78,7 @@ class ParallelState:
         self._default = GroupOptions(timeout=timeout)
         self._options = _by_axes(grid, group_options or {})
         self._groups: dict[tuple[tuple[int, ...], GroupOptions], ProcessGroup] = {}
+        self._others: list[ProcessGroup] = []
         self._meshes: dict[Family, DeviceMesh] = {}
 
     def size(self, axes: str) -> int:
@@ -95,6 +96,15 @@ class ParallelState:
     def group(self, axes: str) -> ProcessGroup | None:
         """Returns this rank's group along ``axes``, created on first use; None if it consists of this rank alone."""
         return self._made_unless_alone(self.ranks(axes), self.grid.single_axes(axes))
+
+    def another_group(self, ranks: Sequence[int], axes: str) -> ProcessGroup:
+        """Creates one more group of ``ranks``, this one among them, with the options and the timeout of ``axes``.
+
+        For messages that must not share a group with others. ``destroy`` destroys it too.
+        """
+        group = self._create(list(ranks), self._options.get(_key_of(self.grid, axes), GroupOptions()))
+        self._others.append(group)
+        return group
 
     def hierarchical_groups(self, axes: str, sizes: Sequence[int]) -> list[ProcessGroup | None]:
         """Returns this rank's groups along ``axes`` by levels of ``sizes``; see ``RankGrid.hierarchical_groups_of``."""
@@ -152,8 +162,10 @@ class ParallelState:
         Groups requested later are created anew. No rank waits for another.
         """
         self._meshes.clear()
-        while self._groups:
-            _, group = self._groups.popitem()
+        self._others += self._groups.values()
+        self._groups.clear()
+        while self._others:
+            group = self._others.pop()
             if dist.is_initialized():
                 with suppress(ValueError):  # already destroyed with the default group
                     dist.destroy_process_group(group)
@@ -173,19 +185,22 @@ class ParallelState:
 
     def _made(self, ranks: list[int], axes: frozenset[str]) -> ProcessGroup:
         """Returns the group of ``ranks`` with the options of ``axes``; equal ranks and options share one group."""
+        options = self._options.get(axes, GroupOptions())
+        key = tuple(ranks), options
+        if key not in self._groups:
+            self._groups[key] = self._create(ranks, options)
+        return self._groups[key]
+
+    def _create(self, ranks: list[int], options: GroupOptions) -> ProcessGroup:
         if not dist.is_initialized() or dist.get_rank() != self.global_rank:
             here = f"rank {dist.get_rank()}" if dist.is_initialized() else "outside torch.distributed"
             raise TopologyError(
                 f"the groups of rank {self.global_rank} can be created only on that rank, but this process is {here}; "
                 f"call torch.distributed.init_process_group first, and leave rank=None"
             )
-        options = self._options.get(axes, GroupOptions())
-        key = tuple(ranks), options
-        if key not in self._groups:
-            timeout = options.timeout or self._default.timeout
-            pg_options = None if options.nccl is None else options.nccl.for_torch(timeout)
-            self._groups[key] = new_group(ranks, options.backend, timeout, pg_options)
-        return self._groups[key]
+        timeout = options.timeout or self._default.timeout
+        pg_options = None if options.nccl is None else options.nccl.for_torch(timeout)
+        return new_group(ranks, options.backend, timeout, pg_options)
 
 
 def _check_world(grid: RankGrid, rank_offset: int | None) -> None:
@@ -208,8 +223,12 @@ def _by_axes(grid: RankGrid, group_options: Mapping[str, GroupOptions]) -> dict[
     """Returns ``group_options`` keyed by the set of axes, so that their order does not matter."""
     found: dict[frozenset[str], GroupOptions] = {}
     for axes, options in group_options.items():
-        key = frozenset({axes}) if axes in (_EMBEDDING, _POSITION_EMBEDDING) else grid.single_axes(axes)
+        key = _key_of(grid, axes)
         if key in found:
             raise TopologyError(f"group_options must name each group once; got {axes!r} a second time")
         found[key] = options
     return found
+
+
+def _key_of(grid: RankGrid, axes: str) -> frozenset[str]:
+    return frozenset({axes}) if axes in (_EMBEDDING, _POSITION_EMBEDDING) else grid.single_axes(axes)

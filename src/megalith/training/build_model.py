@@ -24,7 +24,6 @@ from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.agreement import agreed, all_gather, everywhere
 from megalith.topology.rank_groups import ParallelState
 from megalith.torch_compat.compiler import compile_layers_
-from megalith.torch_compat.distributed import new_group
 from megalith.training.tasks.task import AnyTask, Task
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stage import Stage
@@ -99,9 +98,8 @@ def build_pipeline(
             _make_real_(chunk, config, options, device, whole=placement.num_stages == 1)
     if placement.num_stages == 1:
         return Pipeline(chunks)
-    ranks = state.ranks("pp")
-    shared, copies = _shared_weights(chunks, ranks, options)
-    links = open_links(placement, rank, ranks, task.hidden_dtype(DTYPES[config.precision.dtype]), device)
+    shared, copies = _shared_weights(chunks, state, options)
+    links = open_links(placement, state, task.hidden_dtype(DTYPES[config.precision.dtype]), device)
     split_product = options.matrix_product if isinstance(options.matrix_product, SplitProduct) else None
     return Pipeline(chunks, placement, config.parallel.schedule, links, split_product, shared=shared, copies=copies)
 
@@ -187,11 +185,11 @@ def _require_names_of_their_own(chunks: Sequence[ModelModule], stages: Sequence[
 
 
 def _shared_weights(
-    chunks: Sequence[ModelModule], ranks: Sequence[int], options: BuildOptions
+    chunks: Sequence[ModelModule], state: ParallelState, options: BuildOptions
 ) -> tuple[list[tuple[nn.Parameter, ProcessGroup]], list[tuple[nn.Parameter, nn.Parameter]]]:
     """Returns the ``shared`` and ``copies`` arguments of a ``Pipeline`` of ``chunks``, matched by name.
 
-    Called on all ranks. ``ranks``: those of the pipeline, in its order.
+    Called on all ranks of the pipeline.
     """
     originals: dict[str, nn.Parameter] = {}
     copies: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -206,10 +204,10 @@ def _shared_weights(
     groups: dict[tuple[int, ...], ProcessGroup] = {}
     shared: list[tuple[nn.Parameter, ProcessGroup]] = []
     for name in sorted(originals):  # the same order on all ranks, so that their collectives match
-        holding = tuple(rank for rank, names in zip(ranks, gathered, strict=True) if name in names)
+        holding = tuple(rank for rank, names in zip(state.ranks("pp"), gathered, strict=True) if name in names)
         if len(holding) > 1:
             if holding not in groups:
-                groups[holding] = new_group(holding, None, None, None)
+                groups[holding] = state.another_group(holding, "embd")
             shared.append((originals[name], groups[holding]))
     return shared, copies
 

@@ -27,6 +27,8 @@ from megalith.parallel.pipeline.schedules import (
 )
 from megalith.parallel.pipeline.simulate import Costs, simulate
 from megalith.parallel.pipeline.split_product import SplitProduct
+from megalith.topology.rank_grid import RankGrid
+from megalith.topology.rank_groups import ParallelState
 from tests.rank_pool import ranks
 
 H = 4
@@ -93,7 +95,7 @@ def gradients_and_live(schedule: str, num_chunks: int, num_microbatches: int) ->
     """The gradients of this rank's stages, by number, and the most activations and sent messages that it kept."""
     rank, p = dist.get_rank(), dist.get_world_size()
     placement = placement_of(schedule, p, num_chunks)
-    links = open_links(placement, rank, range(p), torch.float64, torch.device("cpu"))
+    links = open_links(placement, ParallelState(RankGrid(p, pipeline=p)), torch.float64, torch.device("cpu"))
     product = SplitProduct() if splits_backward(schedule) else None
     chunks = [Part(placement.stage(rank, chunk), product or linear) for chunk in range(num_chunks)]
     pipeline = Pipeline(chunks, placement, schedule, links, product)
@@ -174,7 +176,7 @@ def test_an_unknown_schedule_is_refused():
 def outcome_of(wrong: str) -> str:
     """The result if a stage sends hidden states other than declared; rank 1 only waits for valid ones."""
     placement, rank = Placement(2), dist.get_rank()
-    links = open_links(placement, rank, range(2), torch.float32, torch.device("cpu"))
+    links = open_links(placement, ParallelState(RankGrid(2, pipeline=2)), torch.float32, torch.device("cpu"))
     if rank == 1 and wrong != "nothing":
         return ""
     messages = Messages(links, forward_only(placement, 1), lambda micro_batch: (2, H))

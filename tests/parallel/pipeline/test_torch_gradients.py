@@ -16,6 +16,8 @@ from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.schedules import placement_of, splits_backward
 from megalith.parallel.pipeline.split_product import SplitProduct
+from megalith.topology.rank_grid import RankGrid
+from megalith.topology.rank_groups import ParallelState
 from tests.parallel.pipeline.test_pipeline import H, Part
 from tests.rank_pool import ranks
 
@@ -56,7 +58,7 @@ def of_torch(schedule: str, placement: Placement, m: int) -> list[Tensor]:
 
 def of_ours(schedule: str, placement: Placement, m: int) -> list[Tensor]:
     rank, p = dist.get_rank(), placement.num_ranks
-    links = open_links(placement, rank, range(p), torch.float64, torch.device("cpu"))
+    links = open_links(placement, ParallelState(RankGrid(p, pipeline=p)), torch.float64, torch.device("cpu"))
     product = SplitProduct() if splits_backward(schedule) else None
     parts = [Part(placement.stage(rank, chunk), product or linear) for chunk in range(placement.num_chunks)]
     pipeline = Pipeline(parts, placement, schedule, links, product)

@@ -23,7 +23,7 @@ from megalith.parallel.pipeline.dependencies import Result, destination, needs, 
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.plan import Schedule
 from megalith.topology.inbox import Inbox
-from megalith.torch_compat.distributed import new_group
+from megalith.topology.rank_groups import ParallelState
 
 __all__ = ["Deliveries", "Links", "Messages", "ShapeOf", "deliveries_to", "open_links"]
 
@@ -52,15 +52,16 @@ class Links:
     device: torch.device | None = None
 
 
-def open_links(
-    placement: Placement, rank: int, global_ranks: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Links:
-    """Returns the links of ``rank``, already connected; a collective over the ranks of the pipeline."""
-    ranks = tuple(global_ranks)
+def open_links(placement: Placement, state: ParallelState, dtype: torch.dtype, device: torch.device) -> Links:
+    """Returns this rank's links, already connected; a collective over the ranks of its pipeline.
+
+    Their groups have the options of "pp", and are destroyed with ``state``.
+    """
+    rank, ranks = state.rank("pp"), tuple(state.ranks("pp"))
     edges = {(_channel(result, receiver), result.rank, receiver) for result, receiver in _messages(placement)}
     channels = {channel for channel, _, _ in edges}
     # NCCL has a communicator and a stream for every pair of ranks of a group that send to each other
-    groups = {channel: new_group(ranks, None, None, None) for channel in sorted(channels)}
+    groups = {channel: state.another_group(ranks, "pp") for channel in sorted(channels)}
     first = torch.zeros(1, dtype=dtype, device=device)
     for channel, sender, receiver in sorted(edges):
         if rank == sender:
