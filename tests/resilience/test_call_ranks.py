@@ -68,6 +68,23 @@ def fail_on_rank_1(folder: str, how: str) -> None:
     time.sleep(100)
 
 
+def fail_while_the_others_wait(how: str) -> None:
+    """Rank 1 fails outside of a collective, and frees memory while its peer already knows; ``how`` the peer waits."""
+    with process_group(torch.device("cpu")):
+        if dist.get_rank() == 1:
+            raise KeyError("nobody foresaw it")
+        if how == "a collective":
+            dist.all_reduce(torch.ones(3))
+        else:
+            dist.irecv(torch.ones(3), src=1).wait()
+
+
+@pytest.mark.parametrize("how", ["a collective", "a message"])
+def test_the_error_that_is_reported_is_the_first_not_that_of_a_peer_whose_connection_broke(how):
+    with pytest.raises(RankFailedError, match=r"rank 1 failed:\n(.*\n)*KeyError: 'nobody foresaw it'"):
+        call_ranks(2, fail_while_the_others_wait, how)
+
+
 def pids(folder) -> list[int]:
     return [int(path.read_text()) for path in folder.iterdir()]
 

@@ -7,7 +7,7 @@ import pytest
 from megalith.resilience.rank_link import Failure
 from megalith.resilience.verdict import Ended, judge
 
-BROKEN = Failure("Traceback ...\nRuntimeError: Connection closed by peer", 1, foreseen=False)
+BROKEN = Failure("Traceback ...\nRuntimeError: Connection closed by peer", 1, foreseen=False, of_connection=True)
 BUG = Failure("Traceback ...\nKeyError: 'x'", 1, foreseen=False)
 OTHER = Failure("rank 1 failed with KeyError: 'x'", 1, foreseen=True, on_every_rank=True, second_hand=True)
 DATA = Failure("text.bin is too short", 2, foreseen=True)
@@ -32,6 +32,7 @@ OUT_OF_MEMORY = "was killed by SIGKILL (9) (out of memory?)"
             True,
         ),
         ([Ended(1, 1, BUG), Ended(0, 1, BROKEN)], 1, "rank 1 failed:\nTraceback ...\nKeyError: 'x'", True),
+        ([Ended(0, 1, BROKEN), Ended(1, 1, BUG)], 1, "rank 1 failed:\nTraceback ...\nKeyError: 'x'", True),
         ([Ended(0, 1, OTHER), Ended(1, 1, BUG), Ended(2, 1, OTHER)], 1, "rank 1 failed:\nTraceback", True),
         ([Ended(0, 1, BROKEN), Ended(1, 2, DATA)], 2, "error: rank 1: text.bin is too short", False),
         ([Ended(1, 2, SHAPE), Ended(0, 2, SHAPE)], 2, "error: layers.2 is missing", False),

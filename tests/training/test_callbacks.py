@@ -18,7 +18,7 @@ from megalith.errors import DataError, StorageError
 from megalith.observe.metrics import MetricsWriter, read_metrics
 from megalith.observe.time_left import TimeLeft
 from megalith.storage import LocalStore
-from megalith.training import callbacks
+from megalith.training import callbacks, loop
 from megalith.training.evaluation import Evaluation
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
@@ -160,6 +160,32 @@ def test_an_error_of_one_rank_is_one_error_of_all(where, want, tmp_path):
     tree = settings(tmp_path, train={"steps": 2}, parallel={"shard": 2})
     tree["data"]["valid"] = tree["data"]["train"]
     assert ranks(2, error_of, tree, where) == [want] * 2
+
+
+def error_when_a_peer_ends(tree: dict[str, Any], root_cause: Exception | None) -> list[str]:
+    """The error that ends a run, and its cause, if reading fails with ``root_cause`` and then the next collective."""
+
+    def counts(*_: Any) -> dict[str, int]:
+        if root_cause is not None:
+            raise root_cause
+        return {}
+
+    def totals(*_: Any) -> Any:
+        raise RuntimeError("connection closed by peer")
+
+    with patch.object(loop, "local_counts", counts), patch.object(loop, "sum_totals", totals):
+        try:
+            pretrain(load_run(tree), str, str)
+        except (KeyError, RuntimeError) as error:
+            return [repr(error), repr(error.__cause__)]
+    return []
+
+
+def test_an_error_of_this_rank_is_not_lost_if_another_one_has_ended(tmp_path):
+    tree = settings(tmp_path, train={"steps": 2})
+    lost = "RuntimeError('connection closed by peer')"
+    assert ranks(1, error_when_a_peer_ends, tree, KeyError("root")) == [["KeyError('root')", lost]]
+    assert ranks(1, error_when_a_peer_ends, tree, None) == [[lost, "None"]]
 
 
 def run_with_held_out_losses(tree: dict[str, Any], losses: dict[int, float]) -> None:

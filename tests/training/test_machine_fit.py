@@ -159,3 +159,19 @@ def test_a_rank_more_than_there_are_gpus_is_refused(monkeypatch):
         ConfigError, match=r"LOCAL_RANK \(1\) must be below the number of GPUs that this process sees \(1\)"
     ):
         process_group.choose_device()
+
+
+def test_ranks_without_a_local_rank_are_refused_unless_each_sees_one_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert process_group.choose_device() == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(
+        ConfigError, match="LOCAL_RANK is not, so that all ranks of a machine would use the first of its 4"
+    ):
+        process_group.choose_device()
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert process_group.choose_device() == torch.device("cuda", 2)

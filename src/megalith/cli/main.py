@@ -8,7 +8,6 @@ run, so that ``megalith --help`` does not import torch.
 import os
 import sys
 import time
-import traceback
 from io import TextIOWrapper
 from typing import Annotated, NoReturn
 
@@ -76,14 +75,13 @@ def run() -> int:
         app()
     except MegalithError as error:
         code = 1 if isinstance(error, NonFiniteError | RankFailedError) else 2
-        second_hand = isinstance(error, RankFailedError)
-        return _fail(Failure(str(error), code, True, error.on_every_rank, second_hand))
+        return _fail(Failure.foreseen_error(error, code))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         _let_rank_0_end_first(code)
         return code
-    except Exception:
-        return _fail(Failure(traceback.format_exc(), 1, foreseen=False))
+    except Exception as error:
+        return _fail(Failure.unforeseen_error(error))
     return 0
 
 

@@ -5,7 +5,6 @@ import os
 import pickle
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,11 +53,10 @@ def _answer(path: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
     try:
         path.write_bytes(pickle.dumps(function(*arguments)))
     except MegalithError as error:
-        second_hand = isinstance(error, RankFailedError)
-        tell_failure(Failure(str(error), 2, True, error.on_every_rank, second_hand))
+        tell_failure(Failure.foreseen_error(error, 2))
         sys.exit(2)
-    except Exception:
-        tell_failure(Failure(traceback.format_exc(), 1, foreseen=False))
+    except Exception as error:
+        tell_failure(Failure.unforeseen_error(error))
         sys.exit(1)
 
 

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megalith.errors import MegalithError, RankFailedError
+
 __all__ = ["Failure", "Lines", "Place", "answer_supervisor", "is_supervised", "tell", "tell_failure"]
 
 _LINK = "MEGALITH_SUPERVISOR"
@@ -35,6 +37,7 @@ class Failure:
         foreseen: whether the error is expected, that is, a MegalithError.
         on_every_rank: whether every rank reports the same.
         second_hand: whether it only says that another rank has failed.
+        of_connection: whether a collective raised it, which may be because another rank has ended.
     """
 
     text: str
@@ -42,6 +45,18 @@ class Failure:
     foreseen: bool
     on_every_rank: bool = False
     second_hand: bool = False
+    of_connection: bool = False
+
+    @classmethod
+    def foreseen_error(cls, error: MegalithError, code: int) -> "Failure":
+        """Returns the report of an expected error."""
+        return cls(str(error), code, True, error.on_every_rank, isinstance(error, RankFailedError))
+
+    @classmethod
+    def unforeseen_error(cls, error: BaseException) -> "Failure":
+        """Returns the report of any other error, with its traceback."""
+        text = "".join(traceback.format_exception(error))
+        return cls(text, 1, foreseen=False, of_connection=_is_of_connection(error))
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,14 @@ def _place() -> Place:
     ours = next((line for line in reversed(stack) if _is_in("megalith", line.filename)), None)
     where = "" if ours is None else f"{Path(ours.filename).parent.name}/{Path(ours.filename).name}:{ours.lineno}"
     return Place(where, waits)
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    # work.wait() raises where it is called: NCCL a DistError, gloo a RuntimeError that names its own source
+    is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    raised_inside = bool(frames) and _is_in("torch", "distributed", frames[-1].filename)
+    return is_dist_error or raised_inside or f"gloo{os.sep}transport" in str(error)
 
 
 def _is_in(*path: str) -> bool:

@@ -1,7 +1,8 @@
 """Combines what happened to each rank of a run into one exit code and one message.
 
 If one rank fails, the others fail after it, because connections break. The root cause is searched for in this order: a
-rank killed by a signal, a rank with an expected error (a MegalithError), the first rank with any other error.
+rank killed by a signal, a rank with an expected error (a MegalithError), the first rank with another error that was not
+raised by a collective, the first rank with any other error.
 """
 
 import signal
@@ -54,7 +55,8 @@ def judge(ended: Sequence[Ended]) -> Verdict:
         if failure.foreseen:
             return Verdict(failure.code, f"error: {'' if failure.on_every_rank else f'rank {rank}: '}{failure.text}")
     if failures:
-        rank, failure = failures[0]
+        # ranks may end in another order than they failed in, and the one that failed first may still be freeing memory
+        rank, failure = min(failures, key=lambda one: one[1].of_connection)
         return Verdict(failure.code, f"rank {rank} failed:\n{failure.text.rstrip()}", True)
     if any(one.code == _LOST for one in ended):
         return SERVER_DIED

@@ -65,7 +65,12 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
             micro_batches = run.loader.batch(consumed, *_sizes(run, consumed))
             counts = local_counts(run, micro_batches)
         trouble = run.pending if run.pending.failed else reading
-        totals = sum_totals(run, counts, stop.reason is not None, trouble.failed)
+        try:
+            totals = sum_totals(run, counts, stop.reason is not None, trouble.failed)
+        except Exception as lost:  # another rank has ended, perhaps because of what happened here
+            if trouble.error is not None:
+                raise trouble.error from lost
+            raise
         if totals.failed:
             trouble.settle()
         if totals.stop:

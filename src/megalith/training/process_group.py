@@ -27,10 +27,15 @@ def world_size_from_environment() -> int:
 
 
 def choose_device() -> torch.device:
-    """Returns this rank's GPU, or the CPU if there is none. Raises ConfigError if there are more ranks than GPUs."""
+    """Returns this rank's GPU, or the CPU if there is none. Raises ConfigError if it cannot be told which."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if "LOCAL_RANK" not in os.environ and num_gpus > 1 and world_size_from_environment() > 1:
+        raise ConfigError(
+            f"RANK is set, but LOCAL_RANK is not, so that all ranks of a machine would use the first of its {num_gpus} "
+            "GPUs; start the ranks with torchrun, or set LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
     if local_rank >= num_gpus:
         raise ConfigError(
             f"LOCAL_RANK ({local_rank}) must be below the number of GPUs that this process sees ({num_gpus}); start no "
