@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from megalith.fusions.core.compiler import why_not_compile
 from megalith.torch_compat.compiled_ahead import can_compile_ahead, compile_ahead, load_ahead
 from megalith.torch_compat.compiler import compile_apart
 from megalith.torch_compat.distributed import all_gather_into, reduce_scatter_into
-from megalith.torch_compat.tensors import grouped_mm, linear_in_onednn, multiplies_natively
+from megalith.torch_compat.live_tensors import bytes_of_tensors
+from megalith.torch_compat.tensors import fake_tensors, grouped_mm, linear_in_onednn, multiplies_natively
 from tests.rank_pool import ranks
 
 # (new name since 2.13, old name until then): 2.13 has both, and warns for the old ones
@@ -47,6 +49,33 @@ def test_this_torch_multiplies_groups_of_rows():
     a, b, ends = torch.ones(4, 8), torch.stack([torch.ones(8, 4), torch.full((8, 4), 2.0)]), torch.tensor([1, 4])
     assert grouped_mm(a, b, ends.int())[:, 0].tolist() == [8, 16, 16, 16]
     assert grouped_mm(a.t(), a, ends.int())[:, 0, 0].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_live_tensors_are_counted_without_the_model_and_its_gradients(fake):
+    with fake_tensors() if fake else nullcontext():
+        model = torch.nn.Linear(100, 100, bias=False)
+        x = torch.zeros(10, 100)
+        with bytes_of_tensors(model) as counted:
+            assert (counted("current"), counted("peak")) == (0, 0)
+            y = model(x)
+            view = y[2:]
+            assert counted("current") == 4 * 1000
+            large = torch.zeros(5000)
+            del large
+            assert (counted("current"), counted("peak")) == (4 * 1000, 4 * 6000)
+            dy = torch.ones(10, 100)
+            y.backward(dy)
+            assert model.weight.grad.shape == (100, 100)
+            assert counted("current") == 4 * 2000
+            del y
+            assert counted("current") == 4 * 2000
+            del view, dy
+            assert counted("current") == 0
+            # the total is largest with the gradient, which is not counted
+            hold = torch.zeros(100)
+            assert counted("peak") == 4 * 2000
+            del hold
 
 
 @pytest.mark.skipif(not multiplies_natively(torch.bfloat16), reason="the CPU has no instructions for bfloat16")

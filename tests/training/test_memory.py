@@ -65,6 +65,11 @@ def test_what_is_counted_without_memory_is_what_real_tensors_take(changes, world
         assert real.peak - INPUTS <= counted.peak <= real.peak
 
 
+def test_no_weight_is_drawn_to_count_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("megalith.parallel.parameters.normal_shard", None)
+    assert planned(settings(tmp_path)).activations > 0
+
+
 def test_state_and_gathered_weights_are_those_of_the_layout(tmp_path):
     layer = H * 64 + H * H + 3 * H * F + 2 * H
     num_parameters, head = 2 * V * H + L * layer + H, 2 * V * H + H  # a unit: a layer, or everything outside of layers

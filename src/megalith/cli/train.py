@@ -204,7 +204,10 @@ def _train_here(
 def _describe(config: "RunConfig", world_size: int) -> None:
     from megalith.training.dry_run import describe
 
-    show_text(describe(config, world_size))
+    with Announcer() as announcer:
+        announcer.begin("counting the memory of a step, on tensors that have none")
+        description = describe(config, world_size)
+    show_text(description)
 
 
 def _described(wanted: _Wanted, run_folder: Path | None, world_size: int) -> dict[str, str]:

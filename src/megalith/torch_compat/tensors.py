@@ -6,16 +6,15 @@ torch._C._AutoDispatchBelowAutograd         private; the dispatch state in which
 torch._C._any_requires_grad                 private; checks many operands at once
 torch.ops.mkldnn._is_mkldnn_bf16_supported  private; whether a CPU multiplies 16-bit numbers natively
 torch.ops.mkldnn._linear_pointwise          private; a linear layer by oneDNN, bias included
-torch.distributed._tools.mem_tracker        private; bytes of live tensors by category, including fake ones
 torch.cuda.is_current_stream_capturing      raises if torch was built without CUDA
 torch._subclasses.fake_tensor               private; tensors without memory
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -27,7 +26,6 @@ __all__ = [
     "DEPENDS_ON_VALUES",
     "any_requires_grad",
     "below_autograd",
-    "bytes_of_tensors",
     "fake_tensors",
     "forward_mode_is_on",
     "grouped_mm",
@@ -89,30 +87,6 @@ def forward_mode_is_on() -> bool:
 def fake_tensors() -> AbstractContextManager[object]:
     """Inside the block, tensors have shapes but no memory; tensors from outside are treated as such."""
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextmanager
-def bytes_of_tensors(model: nn.Module) -> Iterator[Callable[[str], int]]:
-    """Counts tensors that are alive inside the block, except ``model``'s parameters, buffers and gradients.
-
-    Yields a function of "current" (bytes now) or "peak" (bytes when the total of all tensors was largest).
-    """
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    tracker = MemTracker()
-    tracker.track_external(model)
-
-    def counted(when: str) -> int:
-        found = tracker.get_tracker_snapshot(when)
-        return sum(
-            count
-            for by_category in found.values()
-            for category, count in by_category.items()
-            if getattr(category, "name", "") in ("ACT", "TEMP", "OTH")
-        )
-
-    with tracker:
-        yield counted
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

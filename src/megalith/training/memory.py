@@ -25,12 +25,14 @@ from megalith.observe.memory import peak_memory
 from megalith.observe.units import quantity
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.attention import ContextMethod
+from megalith.parallel.parameters import refill_buffers_
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.simulate import Costs, simulate
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.torch_compat.distributed import fake_ranks
-from megalith.torch_compat.tensors import DEPENDS_ON_VALUES, bytes_of_tensors, fake_tensors
+from megalith.torch_compat.live_tensors import bytes_of_tensors
+from megalith.torch_compat.tensors import DEPENDS_ON_VALUES, fake_tensors
 from megalith.training.batch import collate_for
 from megalith.training.build_model import DTYPES, layer_product, placement_of_run, recompute_, stages_of
 from megalith.training.machine_fit import StateBytes, rank_state_bytes
@@ -152,7 +154,8 @@ def _counted_stages(config: RunConfig, task: AnyTask, world_size: int) -> list[_
             shaped = task.build_model(options) if stage is None else task.build_model(options, stage)
         gathered = _gathered_bytes(shaped, everything=keeps_gathered)
         with fake_tensors(), torch.device(device):
-            model = task.build_model(options) if stage is None else task.build_model(options, stage)
+            model = shaped.to_empty(device=device)  # building it here would draw every weight
+            refill_buffers_(model)
             recompute_(model, config)
             hidden = _hidden(task, batch, options, stage, device)
             ends = stage is None or stage.has_head
