@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -102,6 +103,7 @@ def _be_program(arguments: list[str], environment: dict[str, str], first: str, o
     sys.stdout, sys.stderr = (TextIOWrapper(FileIO(number, "w", closefd=False), "utf-8") for number in (1, 2))
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the server may have asked for it, with an environment of its own
     torch.set_num_threads(1)
     exec(first, {})  # one namespace, so that its functions find their globals
     sys.argv = ["megalith", *arguments]

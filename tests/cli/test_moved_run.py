@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalith.config import load_run
+from megalith.config import dump_yaml, load_run
 from megalith.data.tokenizer import Tokenizer
 from megalith.observe.metrics import read_metrics
 from megalith.storage import open_store
@@ -195,6 +195,29 @@ def test_a_setting_of_the_run_still_names_another_folder(moved):
     assert load_run(source, overrides).run == "other"
     assert load_run(source, overrides[:1]).run == str(moved)
     assert resolve_run_folder("llama-4m", []) == ("llama-4m", [])
+
+
+@pytest.mark.parametrize(
+    ("saved", "overrides", "decays_for"),
+    [
+        ({"steps": 4, "decay_steps": None}, ["train.steps=9"], 9),
+        ({"steps": 4, "decay_steps": None}, ["optim.lr=0.01"], 4),
+        ({"steps": 4, "decay_steps": 3}, ["train.steps=9"], 3),  # one of the run's own
+        ({"steps": 4, "decay_steps": None}, ["train.steps=9", "optim.decay_steps=6"], 6),
+        ({"steps": 4, "decay_steps": None}, ["train.steps=2"], 2),
+    ],
+)
+def test_a_rate_that_decays_to_the_end_does_so_when_the_run_goes_on_by_its_folder(
+    saved, overrides, decays_for, tmp_path
+):
+    tree = settings(tmp_path, train={"steps": saved["steps"]})
+    tree["optim"] |= {"schedule": "cosine", "warmup_steps": 1, "decay_steps": saved["decay_steps"]}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump_yaml(load_run(tree)))
+    (tmp_path / "run" / "about.json").write_text("{}")
+    for source in (tmp_path / "run", tmp_path / "run" / "config.yaml"):
+        config = load_run(*resolve_run_folder(str(source), overrides))
+        assert config.optim.decay_steps == decays_for
 
 
 def test_a_folder_that_holds_no_run_is_refused(tmp_path):

@@ -197,6 +197,9 @@ MISTAKES = [
         {"parallel.pipeline": 2, "parallel.virtual": 2, "train.global_batch_size": 6, "parallel.shard": 1},
         r"number of micro-batches per step \(3\) must be a multiple of .*pipeline \(2\); use train.global_batch_size=8",
     ),
+    Mistake(
+        {"parallel.tensor": 2}, r"tensor .* number of ranks \(1; --nproc 2 would start 2\); use parallel.tensor=1$", 1
+    ),
     Mistake({"parallel.tensor": 4}, r"tensor \(4\) x .*replicate \(1\) must divide the number of ranks \(6\)", 6),
     Mistake({"parallel.context": 0}, r"parallel.context must be at least 1; got 0; use parallel.context=1"),
     Mistake({"parallel.context_parallel_size": 2}, r"did you mean parallel.context\? use parallel.context=2"),

@@ -289,6 +289,19 @@ def test_the_perplexity_is_that_of_the_held_out_loss_or_left_out(loss, tile, tmp
     assert "nan above" not in page.text
 
 
+@pytest.mark.parametrize(("over", "unit"), [("texts", "nats per text"), ("masked tokens", "nats per masked token")])
+def test_a_loss_that_is_no_mean_over_tokens_has_its_own_unit_and_no_perplexity(over, unit, tmp_path):
+    (tmp_path / "about.json").write_text(json.dumps({"loss_over": over}))
+    page = page_with(
+        tmp_path, record(1), record(2), {"step": 1, "valid_loss": 2.0, "valid_sets": {"web": {"loss": 2.0}}}
+    )
+    assert f"Held-out loss: 2.000 {unit}." in page.text
+    assert f"held-out loss, {unit}" in page.text
+    assert f"{unit} by step" in page.text
+    for absent in ("perplexity", "nats per token", "Machine and versions"):
+        assert absent not in page.text
+
+
 def test_energy_is_a_tile_where_it_was_measured(tmp_path):
     laps = [record(step, energy={"joules": 6e5}) for step in (1, 2)]
     assert (

@@ -150,7 +150,7 @@ def torn() -> Any:
 @pytest.mark.parametrize(
     ("where", "want"),
     [
-        ("train_dataset", ("DataError", "the training data cannot be read: rank 1: the file is torn", True)),
+        ("train_dataset", ("DataError", "the training data cannot be used: rank 1: the file is torn", True)),
         ("counts", ("DataError", "rank 1: the file is torn", True)),
         ("evaluation", ("DataError", "the held-out data cannot be read: rank 1: the file is torn", True)),
         ("metrics", ("StorageError", "rank 0: the disk is full", True)),

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from math import gcd, lcm
+from math import gcd, lcm, prod
 
 from megalith.config.batch_size_schedule import parse_batch_size_schedule, with_batch_sizes
 from megalith.config.draft import DENSE_DEGREES, Draft, Fix, Unknown, Violation, divisors, nearest_first, round_up
@@ -47,7 +47,9 @@ def degrees_multiply_to_the_world_size(run: Draft) -> Iterator[Violation]:
         product = " x ".join(f"{name} ({degree})" for name, degree in named.items())
         wanted = f"{product} must divide" if shard == -1 else f"{product} x {_SHARD} ({shard}) must equal"
         fixes = [{_SHARD: -1}, *_layouts(run), *_shorter_pipelines(run)]
-        message = f"{wanted} the number of ranks ({world})"
+        needed = prod(named.values()) * max(shard, 1)
+        more = f"; --nproc {needed} would start {needed}" if world < needed else ""
+        message = f"{wanted} the number of ranks ({world}{more})"
         yield Violation("degrees_multiply_to_the_world_size", _TENSOR, message, tuple(fixes))
 
 

@@ -45,9 +45,9 @@ def loss_curves(run: RunHistory) -> str:
         for name, field in (("unigram", "unigram_loss"), ("interpolated bigram", "bigram_loss"))
         if is_finite(run.evaluation.get(field))
     ]
-    describe = f"Loss over {num_steps(steps[-1])}, from {losses[0]:.2f} to {losses[-1]:.2f} nats per token"
+    describe = f"Loss over {num_steps(steps[-1])}, from {losses[0]:.2f} to {losses[-1]:.2f} {run.loss_unit}"
     drawn = _in_windows(Chart("loss", describe, lines, levels, marks), _WHOLE)
-    return card("Loss", "nats per token by step", legend(entries) + drawn + _enlarged(lines, levels, marks))
+    return card("Loss", f"{run.loss_unit} by step", legend(entries) + drawn + _enlarged(lines, levels, marks))
 
 
 def small_curves(run: RunHistory) -> str:

@@ -17,7 +17,8 @@ from megalith.observe.units import duration, energy, gibibytes, perplexity, quan
 
 __all__ = ["origin", "sections", "summary", "tiles", "title"]
 
-_IN_THE_HEAD = ("parameters", "recipe", "model", "started", "command")  # facts in the header, not repeated below
+# facts that are used above, and not repeated below
+_IN_THE_HEAD = ("parameters", "recipe", "model", "started", "command", "loss_over")
 
 
 def title(run: RunHistory) -> str:
@@ -51,7 +52,7 @@ def summary(run: RunHistory) -> str:
     sentences = [f"{subject} trained on {amount}{time}."]
     if run.valid_loss is not None:
         bigram = run.evaluation.get("bigram_loss")
-        sentences.append(f"Held-out loss: {run.valid_loss:.3f} nats per token{_distance(run.valid_loss, bigram)}.")
+        sentences.append(f"Held-out loss: {run.valid_loss:.3f} {run.loss_unit}{_distance(run.valid_loss, bigram)}.")
     if len(run.phases) > 3:
         sentences.append(f"The layout changed {len(run.phases) - 1} times.")
     else:
@@ -72,7 +73,7 @@ def tiles(run: RunHistory) -> str:
     speeds = [value for value in run.column("tokens_per_second")[1] if math.isfinite(value)]
     shown = []
     if run.valid_loss is not None:
-        shown.append(("Held-out loss", f"{run.valid_loss:.3f}", _perplexity(run.valid_loss)))
+        shown.append(("Held-out loss", f"{run.valid_loss:.3f}", _perplexity(run, run.valid_loss)))
     if loss is not None:
         shown.append(("Training loss", f"{loss:.3f}", "at the last step"))
     if tokens is not None:
@@ -107,9 +108,9 @@ def _valid_sets(run: RunHistory) -> str:
         last = losses[-1][1]
         lowest, step = min(((loss, step) for step, loss in losses if math.isfinite(loss)), default=(math.nan, 0))
         best = f"lowest {lowest:.3f} at step {step:,}" if step else ""
-        rows.append((name, f"{last:.3f}", _perplexity(last), best))
+        rows.append((name, f"{last:.3f}", _perplexity(run, last), best))
     table = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows)
-    return card("Validation sets", "held-out loss, nats per token", f"<table>{table}</table>") if rows else ""
+    return card("Validation sets", f"held-out loss, {run.loss_unit}", f"<table>{table}</table>") if rows else ""
 
 
 def _baselines(run: RunHistory) -> str:
@@ -150,8 +151,8 @@ def _settings(run: RunHistory) -> str:
     return f'<details class="card"><summary>Resolved settings</summary><pre>{escape(run.settings)}</pre></details>'
 
 
-def _perplexity(loss: float) -> str:
-    if math.isnan(loss):
+def _perplexity(run: RunHistory, loss: float) -> str:
+    if math.isnan(loss) or run.loss_over != "tokens":
         return ""
     value = perplexity(loss)
     return f"perplexity {value:,.1f}" if value < 1e6 else f"perplexity {value:.3g}"

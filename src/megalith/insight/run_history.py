@@ -3,8 +3,8 @@
 metrics.jsonl      training records and evaluations (observe/metrics.py); the only required file
 evaluation.json    {"valid_loss", "unigram_loss", "bigram_loss"}, nats per token of held-out text
 samples.json       [{"prompt", "text"}, ...]; without it, the latest texts that training has recorded
-about.json         {"parameters": count, "recipe", "model", "started", "command", and other facts such as versions, the
-                   machine, the dtype}
+about.json         {"parameters": count, "recipe", "model", "started", "command", "loss_over": what the loss is a mean
+                   over, in the plural, and other facts such as versions, the machine, the dtype}
 config.yaml        the resolved settings
 """
 
@@ -86,6 +86,16 @@ class RunHistory:
     def step_seconds(self) -> float:
         """Median step time without compile time; NaN if no step was timed."""
         return _median([seconds for record in self.training if (seconds := _work_seconds(record)) > 0])
+
+    @property
+    def loss_over(self) -> str:
+        """What the loss is a mean over, in the plural; tokens, if the run does not say."""
+        return str(self.about.get("loss_over", "tokens"))
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the loss: "nats per token"."""
+        return f"nats per {self.loss_over.removesuffix('s')}"
 
     @property
     def valid_loss(self) -> float | None:

@@ -15,7 +15,9 @@ _NAME = "about.json"
 
 
 def write_about(run: Run, origin: Mapping[str, str]) -> None:
-    """Writes size, preset, dtype, time of the first start, ``origin`` (recipe and command), versions and the machine.
+    """Writes size, preset, dtype, what the loss is a mean over, time of the first start, ``origin``, versions, machine.
+
+    ``origin``: the recipe and the command.
 
     Raises:
         StorageError: the file cannot be written.
@@ -25,6 +27,7 @@ def write_about(run: Run, origin: Mapping[str, str]) -> None:
         "parameters": run.task.num_parameters,
         **({"model": run.config.model.preset} if run.config.model.preset else {}),
         "dtype": run.config.precision.dtype,
+        "loss_over": run.task.counted,
         "started": first_start or f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
     write_json_atomic(run.folder / _NAME, about | dict(origin) | describe_machine())

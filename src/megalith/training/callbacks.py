@@ -296,7 +296,7 @@ def _told(name: str, evaluation: Evaluation) -> str:
     loss, of_which = evaluation.loss, f" of {name}" if name else ""
     if not evaluation.num_tokens:
         return f"held-out loss{of_which} not measured: none of the tokens read from {valid_setting(name)} has a loss"
-    beside = f", perplexity {perplexity(loss):.2f}," if name else ""
+    beside = f", perplexity {perplexity(loss):.2f}," if name and evaluation.counted == "tokens" else ""
     over = f"over {evaluation.num_tokens:,} {evaluation.counted}"
     return f"held-out loss{of_which} {loss:.4f}{beside} {over}{_others(evaluation)}"
 

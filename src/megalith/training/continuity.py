@@ -39,7 +39,7 @@ def data_identity(task: AnyTask, dataset: Samples[Any]) -> dict[str, Any]:
     Raises:
         DataError: on every rank, if ranks read different data, or the identity has values that JSON would change.
     """
-    with agreed("the training data cannot be read"):
+    with agreed("the training data cannot be used"):
         identity = dict(task.data_identity(dataset))
         for name, value in identity.items():
             if not isinstance(value, str | int | float | None):

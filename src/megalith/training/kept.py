@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalith.checkpoint.folders import find_checkpoint
+from megalith.config import RunConfig, load_run
+from megalith.config.yaml_text import MOST_BYTES, read_yaml
 from megalith.data.companions import read_companions, token_ids
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, DataError, MissingFileError
+from megalith.errors import CheckpointError, ConfigError, DataError, MissingFileError
 from megalith.storage import MANIFEST, LocalStore, Store, explained, write_json_atomic
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "kept_marks",
     "kept_tokenizer",
     "newest_checkpoint",
+    "read_config",
     "run_of",
 ]
 
@@ -60,6 +63,25 @@ def run_of(checkpoint: Store) -> Store:
         resolved = checkpoint.path.resolve()
         return run if resolved == checkpoint.path else run_of(LocalStore(resolved))
     return run
+
+
+def read_config(folder: Store) -> RunConfig:
+    """Returns the settings of the run in ``folder``. Raises CheckpointError if they are missing or damaged."""
+    path = folder / "config.yaml"
+    if "config.yaml" not in folder.names():
+        raise CheckpointError(
+            f"{path} is missing; it describes the model in the checkpoints and must be kept with them"
+        )
+    try:
+        content = folder.read("config.yaml", 0, min(folder.size("config.yaml"), MOST_BYTES + 1))
+        settings = read_yaml(content, str(path))
+        if not isinstance(settings, dict):
+            raise ConfigError(f"it must contain groups of settings (model:, data:, train:, ...); got {settings!r:.80}")
+        return load_run(settings)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path} does not describe the model in the checkpoints: {error}; restore it from a backup"
+        ) from error
 
 
 def kept_tokenizer(folder: Store) -> Tokenizer | None:

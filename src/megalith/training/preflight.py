@@ -3,18 +3,20 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megalith import optional
 from megalith.checkpoint.folders import find_checkpoint, step_name
-from megalith.config import RunConfig, batch_size_stages, load_run, valid_setting
+from megalith.config import RunConfig, TransformerConfig, batch_size_stages, load_run, read_tree, valid_setting
+from megalith.config.dotted import look_up
 from megalith.config.yaml_text import write_override
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import ConfigError, DataError, MegalithError, MissingDependencyError
+from megalith.errors import CheckpointError, ConfigError, DataError, MegalithError, MissingDependencyError
 from megalith.observe.trackers import packages
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.validate import validate
@@ -22,7 +24,7 @@ from megalith.recipe_files import recipe_names
 from megalith.storage import MANIFEST, Store, child, explained, open_store, record_of
 from megalith.training.compiling import missing_compiler, with_compiling_decided
 from megalith.training.continuity import changed
-from megalith.training.kept import KEPT_TOKENIZER, kept_marks, run_of
+from megalith.training.kept import KEPT_TOKENIZER, kept_marks, read_config, run_of
 from megalith.training.process_group import choose_device
 from megalith.training.tasks.prompts import encode_prompts
 from megalith.training.tasks.tokens_of_origin import ends_of_origin
@@ -32,12 +34,15 @@ __all__ = ["load_tokenizer", "preflight", "resolve_run_folder"]
 
 log = logging.getLogger(__name__)
 
+_STEPS, _DECAY_STEPS = "train.steps", "optim.decay_steps"
+
 
 def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
     """Resolves a run's folder to its config.yaml plus an override that continues the run in that folder.
 
-    A config.yaml written by a run also refers to the run in the folder where that file is now. Any other source is
-    returned unchanged.
+    A config.yaml written by a run also refers to the run in the folder where that file is now, and its learning rate
+    goes on decaying until the last step if it did and ``train.steps`` is overridden. Any other source is returned
+    unchanged.
 
     Raises:
         ConfigError: the source is a folder without a run.
@@ -54,8 +59,21 @@ def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list
             )
     if settings.name == "config.yaml" and (settings.parent / "about.json").is_file():
         # first, so that the user's run=... can still override it
-        return str(settings), [write_override("run", os.path.abspath(settings.parent)), *overrides]
+        here = write_override("run", os.path.abspath(settings.parent))
+        return str(settings), [here, *_with_the_last_step(settings, overrides), *overrides]
     return str(settings) if os.path.isdir(source) else source, list(overrides)
+
+
+def _with_the_last_step(settings: Path, overrides: Sequence[str]) -> list[str]:
+    """Returns an override for a decay to other ``train.steps``; ``settings`` has a resolved number of decay steps."""
+    names = {override.partition("=")[0] for override in overrides}
+    if _STEPS not in names or _DECAY_STEPS in names:
+        return []
+    with suppress(ConfigError):  # raised again when the settings are loaded
+        tree = read_tree(settings)
+        if look_up(tree, _DECAY_STEPS) == look_up(tree, _STEPS) is not None:
+            return [write_override(_DECAY_STEPS, None)]
+    return []
 
 
 def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_size: int) -> RunConfig:
@@ -230,17 +248,26 @@ def _check_load(config: RunConfig) -> Iterator[str]:
     store = open_store(config.load)
     described = described_at(store)
     if described is not None:
-        if told := changed(*(model.model_dump(exclude={"preset"}) for model in (described, config.model))):
-            _say(f"the model differs from that of {store / 'config.json'}: {', '.join(told)}")
+        _say_what_differs(described, config, store / "config.json")
         keeper = store
     elif MANIFEST in store.names():
         keeper = run_of(store)
+        with suppress(CheckpointError):  # weights alone are enough to load
+            _say_what_differs(read_config(keeper).model, config, keeper / "config.yaml")
     else:
         newest = find_checkpoint(child(config.load, "checkpoints"))
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
         yield f"load ({config.load}) is neither a complete checkpoint nor a Hugging Face model; give {way_out}"
         return
     yield from _check_origin_tokenizer(config, keeper)
+
+
+def _say_what_differs(described: TransformerConfig, config: RunConfig, where: object) -> None:
+    """Logs the settings of the model that differ from those of ``described``, the one whose weights are loaded."""
+    # neither changes what is computed with loaded weights
+    models = (model.model_dump(exclude={"preset", "init_method_std"}) for model in (described, config.model))
+    if told := changed(*models):
+        _say(f"the model differs from that of {where}: {', '.join(told)}")
 
 
 def _check_origin_tokenizer(config: RunConfig, keeper: Store) -> Iterator[str]:

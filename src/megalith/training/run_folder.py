@@ -9,10 +9,9 @@ eod.json           {"id", "begin", "ends"}: tokens that end a document, begin a 
 
 from pathlib import Path
 
-from megalith.config import RunConfig, dump_yaml, load_run
-from megalith.config.yaml_text import MOST_BYTES, read_yaml
+from megalith.config import RunConfig, dump_yaml
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.errors import DataError
 from megalith.storage import LocalStore, Store, open_store
 from megalith.storage.atomic import write_text_atomic
 from megalith.training.continuity import with_absolute_paths
@@ -22,13 +21,14 @@ from megalith.training.kept import (
     kept_marks,
     kept_tokenizer,
     newest_checkpoint,
+    read_config,
     run_of,
 )
 from megalith.training.preflight import load_tokenizer
 from megalith.training.run import Run
 from megalith.training.tasks.tokens_of_origin import companions_of_origin, goes_on
 
-__all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run", "read_config"]
+__all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run"]
 
 
 def keep_settings(run: Run) -> None:
@@ -50,25 +50,6 @@ def open_run(source: str | Path | Store) -> tuple[Store, Store, RunConfig]:
     checkpoint = newest_checkpoint(open_store(source))
     folder = run_of(checkpoint)
     return checkpoint, folder, read_config(folder)
-
-
-def read_config(folder: Store) -> RunConfig:
-    """Returns the settings of the run in ``folder``. Raises CheckpointError if they are missing or damaged."""
-    path = folder / "config.yaml"
-    if "config.yaml" not in folder.names():
-        raise CheckpointError(
-            f"{path} is missing; it describes the model in the checkpoints and must be kept with them"
-        )
-    try:
-        content = folder.read("config.yaml", 0, min(folder.size("config.yaml"), MOST_BYTES + 1))
-        settings = read_yaml(content, str(path))
-        if not isinstance(settings, dict):
-            raise ConfigError(f"it must contain groups of settings (model:, data:, train:, ...); got {settings!r:.80}")
-        return load_run(settings)
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{path} does not describe the model in the checkpoints: {error}; restore it from a backup"
-        ) from error
 
 
 def find_tokenizer(

@@ -102,7 +102,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         layer_product(config, product),
     )
     pipeline = build_pipeline(config, task, options, state, device)
-    with agreed("the training data cannot be read"):
+    with agreed("the training data cannot be used"):
         dataset = task.train_dataset()
     identity = data_identity(task, dataset)
     optimizer = _optimizer(config, parts.optimizer_of, pipeline)

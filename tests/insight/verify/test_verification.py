@@ -47,6 +47,23 @@ def recorded(monkeypatch) -> Recorded:
     return found
 
 
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"),
+    [
+        ({"expert": 2}, 2),
+        ({"expert": 2, "tensor": 2}, 4),  # experts are split over tensor ranks too
+        ({"expert": 2, "tensor": 2, "expert_tensor": 1}, 2),
+        ({"expert": 4, "shard": -1, "replicate": 2, "pipeline": 2, "expert_tensor": 1}, 8),
+        ({"shard": 4, "tensor": 2}, 8),
+    ],
+    ids=str,
+)
+def test_by_default_a_world_has_room_for_the_experts(parallel, num_ranks):
+    parallel = {"shard": -1, "sequence": "tensor" in parallel, **parallel}
+    config = load_run("moe-tiny", [f"parallel.{name}={str(degree).lower()}" for name, degree in parallel.items()])
+    assert verification._ranks_needed(config) == num_ranks
+
+
 def test_every_layout_is_run_in_float64_and_a_compiler_waited_for_in_a_few():
     rows = cover(dict.fromkeys(("tensor", "context", "pipeline", "shard"), (2,)))
     planned = list(cases(rows))

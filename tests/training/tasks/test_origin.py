@@ -14,6 +14,7 @@ from tests.models.hf.peers import as_in_files, saved_buffers
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings, write_dataset
 from tests.training.on_ranks import first_steps
+from tests.training.outcomes import run_here
 from tests.training.reference import differences
 from tests.training.tasks.conversion.folders import write_folder
 
@@ -117,3 +118,16 @@ def test_a_setting_that_computes_something_else_and_data_of_an_unknown_tokenizer
     said = [record.getMessage() for record in caplog.records]
     assert f"the model differs from that of {tmp_path}/source/config.json: rope.base 10000.0 -> 500.0" in said
     assert f"{tmp_path}/text does not record which tokenizer made it; it must be that of {tmp_path}/source" in said
+
+
+def test_a_setting_that_differs_from_the_run_whose_weights_are_loaded_is_told(tmp_path, caplog):
+    write_dataset(tmp_path / "text")
+    ranks(1, run_here, settings(tmp_path, train={"steps": 1}), 1)
+    load = str(tmp_path / "run" / "checkpoints" / "step-00000001")
+    overrides = ["model.rope.base=500", "model.init_method_std=0.5", f"load={load}", f"run={tmp_path}/other"]
+    preflight(settings(tmp_path), overrides, 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert f"the model differs from that of {tmp_path}/run/config.yaml: rope.base 10000.0 -> 500.0" in said
+    caplog.clear()
+    preflight(settings(tmp_path), [f"load={load}", f"run={tmp_path}/other"], 1)
+    assert not any("differs" in record.getMessage() for record in caplog.records)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
+from math import lcm
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
@@ -167,8 +168,12 @@ def _leave_out_idle_overrides_(small: Tree) -> list[str]:
 
 
 def _ranks_needed(config: RunConfig) -> int:
+    """Returns the smallest number of ranks that has the layout of ``config``; shard=-1 takes what experts need."""
     parallel = config.parallel
-    return parallel.tensor * parallel.context * parallel.pipeline * parallel.replicate * max(parallel.shard, 1)
+    of_stage = parallel.tensor * parallel.context * parallel.replicate * max(parallel.shard, 1)
+    if parallel.shard == -1:
+        of_stage = lcm(of_stage, parallel.expert * (parallel.expert_tensor or parallel.tensor))
+    return parallel.pipeline * of_stage
 
 
 @contextmanager
