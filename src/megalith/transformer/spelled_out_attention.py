@@ -7,9 +7,12 @@ key). A query that sees no key has o = 0.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megalith.numerics.dropout import Dropout, attention_dropout
 
@@ -56,14 +59,12 @@ def attend(
     Returns:
         [Sq, B, A, D].
     """
-    (Sq, B, A, D), Sk = q.shape, k.shape[0]
-    wide = torch.promote_types(q.dtype, torch.float32)
+    (Sq, B, A, D), (Sk, _, G, _) = q.shape, k.shape
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, A or G, S, D]
-    if k.shape[1] != A:
-        k, v = (x.repeat_interleave(A // x.shape[1], dim=1) for x in (k, v))
-    scale = D**-0.5 if scores_as.scale is None else scores_as.scale
-    scores = q @ k.transpose(2, 3)  # [B, A, Sq, Sk]
-    scores = (scores if scale == 1.0 else scores * scale).to(wide)
+    # the heads of a group are rows of one product, so that keys and values are not repeated
+    q = q.reshape(B * G, A // G * Sq, D)
+    k, v = (x.reshape(B * G, Sk, x.shape[-1]) for x in (k, v))
+    scores = _scores(q, k, D**-0.5 if scores_as.scale is None else scores_as.scale).view(B, A, Sq, Sk)
     if scores_as.softcap is not None:
         scores = scores_as.softcap * torch.tanh(scores / scores_as.softcap)
     blind = ~seen.any(dim=-1, keepdim=True)  # a softmax over no keys is NaN, and so is its gradient
@@ -74,11 +75,42 @@ def attend(
         scores = scores if scores_as.bias is None else scores + scores_as.bias
         scores = scores.masked_fill(hidden, float("-inf"))
     if scores_as.sink is not None:  # a key without a value
-        sink = scores_as.sink.to(wide).view(A, 1, 1).expand(B, A, Sq, 1)
+        sink = scores_as.sink.to(scores.dtype).view(A, 1, 1).expand(B, A, Sq, 1)
         scores = torch.cat((scores, sink), dim=-1)  # [B, A, Sq, Sk + 1]
     probs = torch.softmax(scores, dim=-1)[..., :Sk]
     if dropout is not None:
         assert dropout.key is not None, "set by DropoutSite"
         probs = attention_dropout(probs, dropout.p, dropout.key, head_offset)
-    out = (probs.to(v.dtype) @ v).masked_fill_(blind, 0.0)
+    out = probs.to(v.dtype).reshape(B * G, A // G * Sq, Sk) @ v
+    out = out.view(B, A, Sq, -1).masked_fill_(blind, 0.0)
     return out.permute(2, 0, 1, 3)  # [Sq, B, A, D]
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Returns scale q k^T in float32 or wider, for q [N, R, D] and k [N, Sk, D] -> [N, R, Sk]."""
+    if q.dtype.itemsize < 4:
+        scores: Tensor = _WideScores.apply(q, k, scale)
+        return scores
+    scores = q @ k.mT
+    return scores if scale == 1.0 else scores * scale
+
+
+class _WideScores(Function):
+    """Scores of 16-bit q and k that are not rounded to 16 bits, in which they may overflow before they are scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(q, k)
+        ctx.scale = scale
+        if q.device.type == "cuda":
+            scores = torch.bmm(q, k.mT, out_dtype=torch.float32)
+        else:
+            scores = torch.bmm(q.float(), k.float().mT)
+        return scores if scale == 1.0 else scores.mul_(scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, k = ctx.saved_tensors
+        dproduct = (dscores if ctx.scale == 1.0 else dscores * ctx.scale).to(q.dtype)
+        return torch.bmm(dproduct, k), torch.bmm(dproduct.mT, q), None
