@@ -72,7 +72,8 @@ def generate(
     """Returns up to ``max_new_tokens`` tokens after each of ``prompts``, stopping before one of ``end_tokens``.
 
     A text also ends when learned positions run out. The same seed gives the same text on one device type, alone and in
-    any batch, up to rounding of the logits. All ranks of the model must call this together, with the same arguments.
+    any batch, up to rounding of the logits, unless experts have a capacity, for which texts compete. All ranks of the
+    model must call this together, with the same arguments.
 
     Args:
         seeds: one random seed per text; by default 0, 1, 2 ...
@@ -275,7 +276,14 @@ class _Rows:
             return self._cached_forward(model)(*given, hidden=hidden)
         # a prompt is processed only once, which does not repay compilation
         with use(chosen_by_use() or ("blocked" if self.device.type == "cpu" else None)):
-            return self._cached_forward(model)(*given, hidden=hidden)
+            return self._cached_forward(model)(*given, self._are_tokens(new), hidden=hidden)
+
+    def _are_tokens(self, columns: slice | Tensor) -> Tensor | None:
+        """Returns which ``columns`` of each row hold a token, bool [B, columns], for experts; None without any."""
+        if self.config.moe is None:
+            return None
+        numbers = torch.arange(self.room, device=self.device)[columns]
+        return (numbers >= torch.tensor(self.pads, device=self.device).unsqueeze(1)) & (numbers < self.end)
 
     def _cached_forward(self, model: GPTModel) -> Callable[..., Tensor]:
         # must not reference self, which holds it: reference cycles are freed only when the garbage collector runs
@@ -289,6 +297,7 @@ class _Rows:
             position_ids=self.positions[:, self.mine],
             packed_seq_params=self.documents,
             hidden=hidden,
+            padding_mask=self._are_tokens(self.mine),
         )
         return output
 
@@ -303,6 +312,7 @@ def _cached_forward(
     caches: dict[int, KVCache] | None,
     tokens: Tensor,
     positions: Tensor,
+    is_token: Tensor | None = None,
     *,
     hidden: Tensor | None = None,
 ) -> Tensor:
@@ -314,6 +324,7 @@ def _cached_forward(
         caches=caches,
         hidden=hidden,
         logits_to_keep=1,
+        padding_mask=is_token,
     )
     return output
 

@@ -112,11 +112,12 @@ class GPTModel(LanguageModel):
         hidden: Tensor | None = None,
         logits_to_keep: int | None = None,
         record: MicroBatchRecord | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Returns losses if ``labels`` are given, else logits; a stage without the head returns hidden states.
 
         Args:
-            tokens: int64 [B, S].
+            tokens: int64 [B, S]; under cp, S stands for S/cp: this rank's tokens, those at ``zigzag_positions``.
             labels: int64 [B, S], the next tokens; or [1+M, B, S], those 1, 2 ... 1+M ahead, any ids past a row's end.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., continuing after cached tokens. With
                 ``rope.sections`` also [3, B, S]: time, height and width.
@@ -128,8 +129,7 @@ class GPTModel(LanguageModel):
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: the previous stage's output.
             logits_to_keep: compute logits for this many last positions only; by default for all.
             record: the training step's record, which routers read and write.
-
-        Under context parallelism S stands for S/cp: this rank's tokens, those at ``zigzag_positions``.
+            padding_mask: bool [B, S], True for real tokens, for routers: they do not count padding or give it capacity.
 
         Returns:
             The loss of each label, [B, S] or [1+M, B, S] in float32 or wider; or logits [B, S, V], complete on every
@@ -151,7 +151,7 @@ class GPTModel(LanguageModel):
         if position_ids is None:
             position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
         self._check_positions(position_ids, num_cached + tokens.shape[1] * cp_size)
-        context = self._context(tokens, position_ids, packed_seq_params, dropout_key, record)
+        context = self._context(tokens, position_ids, packed_seq_params, dropout_key, record, is_token=padding_mask)
         x: Tensor = self.model(tokens, position_ids, context, caches, hidden)
         if self.lm_head is None:
             return x

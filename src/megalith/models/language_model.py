@@ -26,7 +26,7 @@ from megalith.topology.collectives import (
 )
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.transformer.attention_mask import CAUSAL, AttentionMask
-from megalith.transformer.dropout import DropoutSite, sequence_parallel_key
+from megalith.transformer.dropout import DropoutSite, of_sequence_parallel_rank, sequence_parallel_key
 from megalith.transformer.embeddings import LearnedPositions
 from megalith.transformer.layer_context import KVCache, LayerContext
 from megalith.transformer.layer_spec import LayerSpecs
@@ -216,6 +216,7 @@ class LanguageModel(ModelModule):
         given: DropoutKey | None,
         record: MicroBatchRecord | None = None,
         mask: AttentionMask = CAUSAL,
+        is_token: Tensor | None = None,
     ) -> LayerContext:
         rotary, rope = None, self.config.rope
         if rope is not None:
@@ -224,7 +225,13 @@ class LanguageModel(ModelModule):
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)
         return LayerContext(
-            mask, documents, rotary, token_dropout_key=key, hidden_dropout_key=hidden_key, record=record
+            mask,
+            documents,
+            rotary,
+            token_dropout_key=key,
+            hidden_dropout_key=hidden_key,
+            record=record,
+            padding_mask=None if is_token is None else of_sequence_parallel_rank(is_token, sequence_group),
         )
 
     def _gather(self, logits: Tensor) -> Tensor:

@@ -101,8 +101,10 @@ def _scores(model: GPTModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]
     S = max(map(len, rows))
     device = next(model.parameters()).device
     tokens = torch.tensor([row + [0] * (S - len(row)) for row in rows], device=device)  # [B, S]
+    lengths = torch.tensor([[len(row)] for row in rows], device=device)
     kept = max(S - len(row) + len(continuation) for row, (_, continuation) in zip(rows, pairs, strict=True))
-    logits: Tensor = model(tokens, logits_to_keep=kept)  # [B, kept, V]
+    is_token = torch.arange(S, device=device) < lengths  # [B, S]
+    logits: Tensor = model(tokens, logits_to_keep=kept, padding_mask=is_token)  # [B, kept, V]
     for row, of_row, (context, continuation) in zip(rows, logits, pairs, strict=True):
         end = len(row) - S + kept
         predicted = of_row[end - len(continuation) : end]  # [continuation, V]

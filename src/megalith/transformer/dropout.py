@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalith.errors import ConfigError
 from megalith.numerics.dropout import Dropout, DropoutKey, name_number
 
-__all__ = ["DropoutSite", "name_dropout_sites_", "sequence_parallel_key"]
+__all__ = ["DropoutSite", "name_dropout_sites_", "of_sequence_parallel_rank", "sequence_parallel_key"]
 
 
 class DropoutSite(nn.Module):
@@ -51,7 +51,10 @@ def name_dropout_sites_(model: nn.Module) -> None:
 
 def sequence_parallel_key(key: DropoutKey, tp_group: ProcessGroup | None) -> DropoutKey:
     """Maps a key for all tokens [B, S] to one for this rank's tokens, [S/tp, B], or [S, B] without ``tp_group``."""
-    tokens = key.tokens.t()  # [S, B]
-    if tp_group is not None:
-        tokens = torch.chunk(tokens, tp_group.size())[tp_group.rank()]  # [S/tp, B]
-    return replace(key, tokens=tokens)
+    return replace(key, tokens=of_sequence_parallel_rank(key.tokens, tp_group))
+
+
+def of_sequence_parallel_rank(of_tokens: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+    """[B, S] for all tokens -> [S/tp, B] for those of this rank; [S, B] without ``tp_group``."""
+    of_tokens = of_tokens.t()  # [S, B]
+    return of_tokens if tp_group is None else torch.chunk(of_tokens, tp_group.size())[tp_group.rank()]  # [S/tp, B]

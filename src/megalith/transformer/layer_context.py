@@ -95,6 +95,8 @@ class LayerContext:
         cache: this layer's key-value cache of the preceding tokens.
         encoder: the input of cross attention; None in a model with a single stack.
         record: of the training step, for routers; without it their counts are not kept.
+        padding_mask: for routers, bool [S, B], or [S/tp, B] under sequence parallelism: True for real tokens; None if
+            all are.
     """
 
     mask: AttentionMask = CAUSAL
@@ -106,3 +108,4 @@ class LayerContext:
     cache: KVCache | None = None
     encoder: EncoderOutput | None = None
     record: MicroBatchRecord | None = None
+    padding_mask: Tensor | None = None

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from megalith.config import RouterConfig
 from megalith.transformer.layer_context import LayerContext
-from megalith.transformer.moe.capacity import drop_past_capacity, expert_capacity, fixed_row_map
+from megalith.transformer.moe.capacity import (
+    capacity_of_real_tokens,
+    drop_past_capacity,
+    expert_capacity,
+    fixed_row_map,
+)
 from megalith.transformer.moe.routing import Routing, choose_by_score
 from tests.transformer.moe.routers import router_of, x_of
 
@@ -58,6 +63,13 @@ def test_padding_takes_no_room_of_others():
     for e in range(E):
         assert tokens_of(routing.indices, e) == [t for t in tokens_of(whole.indices, e) if real[t]][:5]
     assert not routing.weights[~real].any()
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.1, 1.25, 100.0])
+def test_the_capacity_of_real_tokens_is_that_of_as_many_without_padding(factor):
+    for num_real in range(T + 1):
+        real = torch.arange(T) < num_real
+        assert capacity_of_real_tokens(real, K, E, factor).item() == expert_capacity(num_real, K, E, factor)
 
 
 def test_capacity_is_a_share_rounded_up_and_at_most_all_tokens():

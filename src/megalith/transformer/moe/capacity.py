@@ -17,17 +17,23 @@ from torch import Tensor
 from megalith.fusions.experts.row_map import RowMap
 from megalith.transformer.moe.routing import Routing, of_real_tokens
 
-__all__ = ["drop_past_capacity", "expert_capacity", "fixed_row_map"]
+__all__ = ["capacity_of_real_tokens", "drop_past_capacity", "expert_capacity", "fixed_row_map"]
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
     """Returns C, the most tokens that an expert takes of the T that a rank processes at a time."""
-    exact = Fraction(str(factor)) * num_tokens * top_k / num_experts  # 1.1 is exactly eleven tenths
-    return min(math.ceil(exact), num_tokens)
+    share = _share(top_k, num_experts, factor)
+    return min(math.ceil(share * num_tokens), num_tokens)
+
+
+def capacity_of_real_tokens(real: Tensor, top_k: int, num_experts: int, factor: float) -> Tensor:
+    """Returns ``expert_capacity`` of the tokens that ``real``, bool [T], does not mark as padding; an int64 scalar."""
+    share, num_tokens = _share(top_k, num_experts, factor), real.sum()
+    return torch.minimum(-(-num_tokens * share.numerator // share.denominator), num_tokens)
 
 
 def drop_past_capacity(
-    routing: Routing, capacity: int, drop: Literal["probability", "position"], real: Tensor
+    routing: Routing, capacity: int | Tensor, drop: Literal["probability", "position"], real: Tensor
 ) -> Routing:
     """Returns ``routing`` with choices past an expert's ``capacity`` marked as dropped.
 
@@ -57,6 +63,10 @@ def fixed_row_map(indices: Tensor, num_experts: int, capacity: int) -> RowMap:
     token_of[torch.where(kept, row_of, num_experts * capacity)] = tokens
     rows_per_expert = torch.full((num_experts,), capacity, dtype=torch.int32, device=indices.device)
     return RowMap(row_of.int(), token_of[:-1], rows_per_expert)
+
+
+def _share(top_k: int, num_experts: int, factor: float) -> Fraction:
+    return Fraction(str(factor)) * top_k / num_experts  # 1.1 is exactly eleven tenths
 
 
 def _rank_in_expert(indices: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:

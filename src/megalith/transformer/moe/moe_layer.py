@@ -61,7 +61,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
-        routing = self.gate(x, context)
+        routing = self.gate(x, context, context.padding_mask)
         travels = x if self.to_latents is None else self.to_latents(x)
         tokens = travels.reshape(-1, travels.shape[-1])  # [T, D]
         if self.max_rows is not None and (num_turns := self._num_turns(routing, self.max_rows)) > 1:

@@ -21,7 +21,7 @@ from megalith.topology.collectives import gather_from_sequence_parallel_region
 from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.moe import balance
-from megalith.transformer.moe.capacity import drop_past_capacity, expert_capacity
+from megalith.transformer.moe.capacity import capacity_of_real_tokens, drop_past_capacity, expert_capacity
 from megalith.transformer.moe.routing import (
     Routing,
     choose_by_score,
@@ -77,8 +77,8 @@ class TopKRouter(DeclaringModule):
         Args:
             x: [S, B, H] with this rank's S/cp/tp tokens per row; token s B + b of the T is x[s, b].
             context: of the micro-batch, with its record and the global ids of its tokens.
-            padding_mask: bool [S, B], True for real tokens. Padding is routed too unless there is a capacity, but is
-                not counted in loads or losses.
+            padding_mask: bool [S, B], True for real tokens. Padding is routed too unless there is a capacity, of which
+                it has no share, but is not counted in loads or losses.
             replayed: int64 [T, K], the ``indices`` of an earlier routing to use instead of choosing experts. Weights
                 are computed from ``x`` and have gradients. The host synchronizes with the device to check the indices.
 
@@ -106,7 +106,8 @@ class TopKRouter(DeclaringModule):
         routing = Routing(indices, weights, tokens_per_expert)
         if self.capacity is None or (replayed is not None and not self.capacity.pad):
             return routing  # a replayed routing marks what was dropped, but padded rows must not exceed the capacity
-        C = expert_capacity(S * B, self.top_k, self.num_experts, self.capacity.factor)
+        sizes = self.top_k, self.num_experts, self.capacity.factor
+        C = expert_capacity(S * B, *sizes) if padding_mask is None else capacity_of_real_tokens(real, *sizes)
         return drop_past_capacity(routing, C, self.capacity.drop, real)
 
     def update_balance_(self, tokens_per_expert: Tensor, offset_estimates: Tensor | None) -> None:
