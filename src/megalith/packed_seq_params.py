@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megalith.device_copy import to_device
 from megalith.errors import ShapeError
 
 __all__ = ["PackedSeqParams"]
@@ -151,7 +152,7 @@ class PackedSeqParams:
         """Returns the same documents with the boundaries on ``device``; nothing is validated or computed again."""
         moved = copy(self)
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "document_bounds"):
-            object.__setattr__(moved, name, getattr(self, name).to(device, non_blocking=True))
+            object.__setattr__(moved, name, to_device(getattr(self, name), device))
         object.__setattr__(moved, "_parts", {})
         return moved
 

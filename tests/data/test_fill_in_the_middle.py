@@ -54,6 +54,15 @@ class Scripted(Draws):
         return np.array([self._found.pop(0) for _ in range(n)])
 
 
+def test_a_document_with_a_special_token_keeps_its_order():
+    tokenizer = train_byte_level_bpe([TEXT * 10], 300, [*SPECIAL_TOKENS["fim"], "<|im_start|>"])
+    turn, text = tokenizer.token_id("<|im_start|>"), tokenizer.encode(TEXT)
+    found = reordering(tokenizer, **ALWAYS)
+    assert reordered(found, text, 0) != text
+    assert reordered(found, [*text, turn, *text], 0) == [*text, turn, *text]
+    assert turn not in tokenizer.encode("<|im_start|>")  # so that it would not have survived
+
+
 @pytest.mark.parametrize(("first", "second"), [(0.25, 0.5), (0.5, 0.25), (0.0, 0.0), (0.0, 0.999), (0.999, 0.3)])
 @pytest.mark.parametrize("is_spm", [False, True])
 def test_a_document_is_reordered_as_published(tokenizer, first, second, is_spm):

@@ -34,6 +34,17 @@ def test_parts_of_a_sequence_stand_below_each_other():
     assert len({box[4:] for box in found}) == 8
 
 
+def test_of_a_pipeline_the_first_stage_is_drawn():
+    drawn = layout_svg("tp2 pp2 dp2")
+    assert [box[:3] for box in boxes(drawn)] == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
+    assert "8 ranks: tensor parallel 2, pipeline parallel 2, data parallel 2" in drawn
+    assert "and 4 more ranks, in 2 pipeline stages" in drawn
+    large = layout_svg("tp16 cp2 pp4 dp128")
+    assert "16,384 ranks: " not in large  # as in other labels, without separators
+    assert "16384 ranks: tensor parallel 16, context parallel 2, pipeline parallel 4, data parallel 128" in large
+    assert "and 16,352 more ranks, in 4 pipeline stages" in large
+
+
 def test_of_a_large_world_the_first_ranks_are_drawn_and_the_rest_is_counted():
     drawn = layout_svg("tp16 dp128")
     assert len(boxes(drawn)) == 8 * 4

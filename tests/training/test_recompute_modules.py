@@ -14,11 +14,15 @@ import torch
 
 from megalith.config import load_run
 from megalith.errors import ConfigError
+from megalith.parallel.build_options import BuildOptions
+from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.setup import RunParts, build_run
 from megalith.training.step import local_counts, sum_totals, train_step
+from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.transformer.attention import SelfAttention
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.mlp import MLP
+from megalith.transformer.moe.shared_experts import SharedExpertMLP
 from megalith.transformer.normalization import Normalization
 from tests.live_memory import LiveMemory
 from tests.rank_pool import ranks
@@ -243,3 +247,15 @@ def test_what_no_stage_has_is_refused_with_the_names_of_all_stages(tmp_path):
     assert message == again
     assert message.startswith("train.recompute_modules lists shared_experts, but this GPTModel has none; use ")
     assert {"mlp", "moe", "moe_act", "core_attn"} <= set(message.partition("; use ")[2].split(", "))
+
+
+def test_shared_experts_are_no_mlp_of_their_own(tmp_path):
+    model = {**LLAMA, "moe": {"num_experts": 4, "layers": [False, True], "shared_ffn_hidden_size": 16}}
+    config = load_run(settings(tmp_path, model=model))
+    found = PretrainGPT(config).build_model(BuildOptions(ProcessGroupCollection.single())).recomputable()
+    assert {name: len(found[name]) for name in ("mlp", "moe", "shared_experts")} == {
+        "mlp": 1,
+        "moe": 1,
+        "shared_experts": 1,
+    }
+    assert not any(isinstance(module, SharedExpertMLP) for module in found["mlp"])

@@ -29,7 +29,7 @@ _PARTS = ("one", " two", "three\n")
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Reorders documents; rates as in the settings, and the ids of the tokens before each part."""
+    """Reorders documents; rates as in the settings, the ids of the tokens before each part, and all special tokens."""
 
     tokenizer: Tokenizer
     rate: float
@@ -37,6 +37,7 @@ class FillInTheMiddle:
     prefix: int
     middle: int
     suffix: int
+    special: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: FillInTheMiddleConfig) -> "FillInTheMiddle":
@@ -54,13 +55,14 @@ class FillInTheMiddle:
                 f"encodes the parts {', '.join(map(repr, _PARTS))} and decodes them to {again!r}; use a byte-level "
                 "one, such as one trained by: megalith data prepare ... --vocab-size N --special-tokens fim"
             )
-        return cls(tokenizer, config.rate, config.spm_rate, *tokens)
+        special = tuple(sorted({*tokens, *tokenizer.special_ids}))
+        return cls(tokenizer, config.rate, config.spm_rate, *tokens, special)
 
     def __call__(self, tokens: Tokens, documents: Tokens, draws: Draws) -> tuple[Tokens, Tokens]:
         """Returns ``tokens`` [T] with some of their ``documents`` [T] reordered, and the document of each; both [U].
 
         Tokens that begin or end a document keep their places. A document is not reordered if its text begins or ends
-        inside a character, or contains one of the three tokens already.
+        inside a character, or if it contains a special token: encoded again, its spelling would be ordinary text.
         """
         begins = np.diff(documents, prepend=documents[0] - 1) != 0
         begins[1:] |= tokens[:-1] == self.tokenizer.eod
@@ -77,7 +79,7 @@ class FillInTheMiddle:
 
     def _reordered(self, tokens: Tokens, draws: Draws) -> Tokens:
         text = self.tokenizer.decode(tokens.tolist())
-        if _REPLACEMENT in text or np.isin(tokens, (self.prefix, self.middle, self.suffix)).any():
+        if _REPLACEMENT in text or np.isin(tokens, self.special).any():
             return tokens
         first, second = sorted(draws.below(len(text) + 1) for _ in range(2))
         prefix, middle, suffix = self.tokenizer.encode_batch([text[:first], text[first:second], text[second:]])

@@ -60,6 +60,7 @@ class Tokenizer:
             one: Gemma 3's tokenizer has an image token beyond the last row of the text-only model.
         eod: id of the end-of-document token.
         eod_text: the text of that token.
+        special_ids: ids of the tokens that the file marks as special.
         begin: ids of the tokens that a text begins with: the BOS token for Llama and Gemma, none for GPT-2. Tokens that
             enclose a text on both sides, such as BERT's [CLS] and [SEP], are not included.
         ends: ids of the tokens that end a text, ``eod`` first.
@@ -93,6 +94,7 @@ class Tokenizer:
         self.vocab_size = max(entries.values(), default=-1) + 1
         self.eod = self._find_eod(eod)
         special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(special)
         self.num_rows = max((id for id in entries.values() if id not in special), default=-1) + 1
         processor = self._tokenizer.post_processor
         self.frame = ([], []) if processor is None else frame_of(json.loads(processor.__getstate__()))

@@ -16,24 +16,23 @@ def layout_svg(layout: str) -> str:
 
     A column, and a shade, is a tensor-parallel coordinate: its ranks hold the same slice of every weight. A row is a
     data-parallel coordinate, and with cp a part of its sequences. For a large world, the first rows and columns are
-    drawn, and the others are counted.
+    drawn, and the others are counted; of a pipeline, the first stage is drawn.
     """
-    sizes = {axis: int(size) for axis, size in re.findall(r"\b(tp|cp|dp)([1-9]\d*)\b", layout)}
+    sizes = {axis: int(size) for axis, size in re.findall(r"\b(tp|cp|pp|dp)([1-9]\d*)\b", layout)}
     if not {"tp", "dp"} <= sizes.keys():
         return ""
-    cp = sizes.get("cp", 1)
-    grid = RankGrid(sizes["tp"] * cp * sizes["dp"], tensor=sizes["tp"], context=cp)
-    rows = [row[:_MOST_COLUMNS] for row in grid.groups("tp")[:_MOST_ROWS]]
+    tp, cp, pp, dp = (sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
+    grid = RankGrid(tp * cp * pp * dp, tensor=tp, context=cp, pipeline=pp)
+    rows = [row[:_MOST_COLUMNS] for row in grid.groups("tp")[: min(_MOST_ROWS, cp * dp)]]  # stages come one by one
     boxes = [_box(rank, grid) for row in rows for rank in row]
+    left, of_stages = grid.world_size - len(boxes), f", in {pp} pipeline stages" if pp > 1 else ""
     width = len(rows[0]) * (_WIDTH + _GAP) - _GAP
     height = len(rows) * (_HEIGHT + _GAP) - _GAP
-    if len(boxes) < grid.world_size:
+    if left:
         height += 24
-        boxes.append(
-            f'<text class="rest" x="0" y="{height - 4}">and {grid.world_size - len(boxes):,} more ranks</text>'
-        )
-    of_context = f", context parallel {cp}" if cp > 1 else ""
-    label = f"{grid.world_size} ranks: tensor parallel {sizes['tp']}{of_context}, data parallel {sizes['dp']}"
+        boxes.append(f'<text class="rest" x="0" y="{height - 4}">and {left:,} more ranks{of_stages}</text>')
+    others = "".join(f", {name} parallel {size}" for name, size in (("context", cp), ("pipeline", pp)) if size > 1)
+    label = f"{grid.world_size} ranks: tensor parallel {tp}{others}, data parallel {dp}"
     return (
         f'<svg class="layout" role="img" aria-label="{label}" viewBox="0 0 {width} {height}" '
         f'style="max-width: {width}px">{"".join(boxes)}</svg>'

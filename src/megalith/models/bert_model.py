@@ -138,7 +138,7 @@ class BertModel(LanguageModel):
                 Labels of V or more have a loss of NaN.
             token_types: int64 [B, S], below ``num_token_types``, for a model that has them; by default all 0.
             attention_mask: bool [B, S], False for padding, which may not lie between tokens. By default no padding.
-            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
+            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., in RoBERTa from the first token after padding.
             packed_seq_params: document boundaries in whole rows, in place of ``attention_mask``.
             pooled_tokens: int64 [N], flat indices b * S + s of the tokens to pool, or whose documents to average; by
                 default each row's first one that is not padding. With cp, those on this rank; by default rank 0's.
@@ -166,7 +166,7 @@ class BertModel(LanguageModel):
         if output == "embeddings":
             self._check_rows_are_texts(packed_seq_params)
         documents = self._documents(tokens, attention_mask, packed_seq_params)
-        position_ids = self._positions(tokens, position_ids)
+        position_ids = self._positions(tokens, attention_mask, position_ids)
         context = self._context(tokens, position_ids, documents, dropout_key, mask=BIDIRECTIONAL)
         x: Tensor = self.model(tokens, position_ids, context, None, hidden, token_types)
         if not self.stage.has_head:
@@ -185,11 +185,14 @@ class BertModel(LanguageModel):
             )
         return tokens.shape[1] if tokens.dim() == 3 else None
 
-    def _positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+    def _positions(self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
         cp_size = self._check_split(is_split=position_ids is not None)
+        counted = position_ids is None and attention_mask is not None and self.config.position_offset > 0
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)
         self._check_positions(position_ids, tokens.shape[1] * cp_size)
+        if counted and attention_mask is not None:
+            position_ids = (attention_mask.long().cumsum(1) - 1).clamp_min(0)  # [B, S]
         return position_ids
 
     def _check_given(self, tokens: Tensor, labels: Tensor | None, token_types: Tensor | None) -> None:

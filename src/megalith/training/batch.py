@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.tasks.task import AnyTask
 
-__all__ = ["collate_for", "inputs_for", "to_device"]
+__all__ = ["collate_for", "inputs_for"]
 
 
 def collate_for(task: AnyTask, pg_collection: ProcessGroupCollection) -> Callable[..., Any]:
@@ -38,11 +37,3 @@ def inputs_for(
         return found
 
     return inputs
-
-
-def to_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """Copies ``values`` to ``device``; to a GPU through pinned memory, so that the copy is asynchronous."""
-    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megalith.device_copy import to_device
 from megalith.errors import ConfigError
 from megalith.packed_seq_params import PackedSeqParams
 
@@ -44,7 +45,7 @@ class Prefix:
 
     def to(self, device: torch.device | str) -> "Prefix":
         """Returns the same prefixes on ``device``."""
-        return Prefix(self.documents.to(device), self.covers.to(device, non_blocking=True))
+        return Prefix(self.documents.to(device), to_device(self.covers, device))
 
 
 @dataclass(frozen=True, eq=False)

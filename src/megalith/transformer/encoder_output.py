@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.device_copy import to_device
 from megalith.errors import ShapeError
 from megalith.packed_seq_params import PackedSeqParams
 
@@ -57,9 +58,7 @@ class PairedDocuments:
 
     def to(self, device: torch.device | str) -> "PairedDocuments":
         """Returns the same documents on ``device``."""
-        return PairedDocuments(
-            self.encoder.to(device), self.decoder.to(device), self.bounds.to(device, non_blocking=True)
-        )
+        return PairedDocuments(self.encoder.to(device), self.decoder.to(device), to_device(self.bounds, device))
 
     def seen(self, positions: Tensor) -> Tensor:
         """Returns bool [B, 1, Sq, Se]: which encoder tokens the decoder tokens at ``positions``, int64 [Sq], see."""

@@ -81,6 +81,8 @@ class ModelModule(DeclaringModule, ABC):
         found: dict[str, list[nn.Module]] = {}
         for module in (module for layer in self.layers() for module in layer.modules()):
             names = [name for name, kind in _RECOMPUTABLE.items() if isinstance(module, kind)]
+            if "shared_experts" in names:
+                names.remove("mlp")  # they are an MLP too, and a part of "moe"
             if isinstance(module, DiscardableOutput):
                 names.append(module.operation)
             for name in names:

@@ -193,6 +193,19 @@ def test_hidden_states_logits_and_gradients_are_theirs(case):
         )
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "roberta, another padding", "roberta, classes"])
+def test_texts_that_are_padded_on_the_left_have_the_positions_that_they_have_there(name):
+    case = CASES[name]
+    theirs = case.build()
+    ours = ours_of(theirs, case.family)
+    tokens, types, mask, _ = (x.flip(1) for x in batch_of(case))
+    assert not mask[1:, 0].any()
+    with torch.no_grad():
+        hidden = ours(tokens, token_types=types, attention_mask=mask, output="hidden")
+        want = theirs.base_model(tokens, attention_mask=mask.long(), token_type_ids=types).last_hidden_state
+    torch.testing.assert_close(hidden[mask], want[mask], rtol=0, atol=1e-5)
+
+
 @of_cases
 def test_an_exported_folder_loads_in_transformers_without_warnings_and_can_be_imported_again(
     case, tmp_path, recwarn, caplog, monkeypatch

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalith.config import RunConfig
 from megalith.config.layout import Layout
 from megalith.data.bert_dataset import BertBatch
+from megalith.device_copy import to_device
 from megalith.errors import ConfigError
 from megalith.models.bert_model import BertModel
 from megalith.models.language_model import hidden_shape
@@ -17,7 +18,6 @@ from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
-from megalith.training.batch import to_device
 from megalith.training.tasks.bert_size import bert_costs
 from megalith.training.tasks.bert_traffic import bert_traffic
 from megalith.training.tasks.masked_task import MaskedTask

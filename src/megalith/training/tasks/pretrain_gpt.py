@@ -21,6 +21,7 @@ from megalith.data.gpt_dataset import (
     with_labels_ahead,
 )
 from megalith.data.samples import Samples
+from megalith.device_copy import to_device
 from megalith.errors import ConfigError, DataError
 from megalith.models.gpt_model import GPTModel
 from megalith.models.language_model import hidden_dtype, hidden_shape
@@ -30,7 +31,6 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.storage import open_store, record_of
-from megalith.training.batch import to_device
 from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.gpt_size import expert_parameters, flops_per_token, parameters, stage_costs
 from megalith.training.tasks.gpt_traffic import gpt_traffic

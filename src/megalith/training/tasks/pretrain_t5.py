@@ -15,13 +15,13 @@ from megalith.config.layout import Layout
 from megalith.data.masked_dataset import HeldOutSamples
 from megalith.data.special_tokens import t5_tokens
 from megalith.data.t5_dataset import T5Batch, T5Dataset, T5Sample, decoder_length, fill_spans, stack_t5_samples
+from megalith.device_copy import to_device
 from megalith.errors import ConfigError
 from megalith.models.language_model import hidden_shape
 from megalith.models.t5_model import T5Model
 from megalith.numerics.dropout import DropoutKey
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
-from megalith.training.batch import to_device
 from megalith.training.tasks.masked_task import HELD_OUT_SEED, MaskedTask
 from megalith.training.tasks.shown_text import bracketed
 from megalith.training.tasks.t5_size import t5_costs
