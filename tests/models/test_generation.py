@@ -310,7 +310,7 @@ def test_one_token_costs_one_column():
 
 def drawn_with_little_room(shape: str, room: int, *layout: Any) -> list[list[list[int]]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalith.models.generation._FIRST_ROOM", room)
+        patch.setattr("megalith.models.generation.FIRST_ROOM", room)
         return drawn_on_ranks(shape, *layout)
 
 

@@ -35,7 +35,7 @@ def called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "_FIRST_ROOM", 3)
+    monkeypatch.setattr(generation, "FIRST_ROOM", 3)
     generation.generate(gpt(), PROMPTS, 16, sampling=GREEDY)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import T5ForConditionalGeneration
 
 from megalith.errors import ConfigError, NonFiniteError
@@ -11,6 +12,7 @@ from megalith.models.sampling import Sampling
 from megalith.models.t5_generation import beam_search, generate, stream
 from megalith.models.t5_model import T5Model
 from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.transformer.layer_context import KVCache
 from tests.models.hf.test_t5 import CASES, ours_of, ours_with_own_head, with_own_head
 from tests.models.test_t5_model import built, config
 from tests.parallel.groups import collection
@@ -88,6 +90,28 @@ def assert_same_tokens(theirs: T5ForConditionalGeneration, ours: T5Model, end: i
         assert len(set(mine)) >= 4
         assert 0 not in mine  # as padding is
     assert {len(mine) < 14 for mine in found} == {True, False}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_memory_grows_with_a_text_and_changes_no_token(num_beams, monkeypatch):
+    ours = ours_of(varied(CASES["t5"].build(), 2), CASES["t5"].family)
+
+    def texts() -> list[list[int]]:
+        if num_beams == 1:
+            return generate(ours, PROMPTS, 14, sampling=GREEDY, start_token=START)
+        return beam_search(ours, PROMPTS, 14, num_beams=num_beams, start_token=START, end_tokens=[2])
+
+    want, sizes = texts(), []
+    room_for = KVCache._room_for
+
+    def noting(cache: KVCache, like: Tensor) -> Tensor:
+        sizes.append(cache.capacity)
+        return room_for(cache, like)
+
+    monkeypatch.setattr(KVCache, "_room_for", noting)
+    monkeypatch.setattr("megalith.models.t5_generation.FIRST_ROOM", 3)
+    assert texts() == want
+    assert list(dict.fromkeys(sizes)) == [3, 6, 12, 14]
 
 
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])

@@ -51,10 +51,6 @@ def test_an_interruption_stands_at_the_top_and_is_no_part_of_the_spans_that_it_i
                 with timers("mlp"):
                     clock(4)
     assert timers.totals() == {"forward": 14, "forward/layer": 12, "forward/layer/mlp": 8, "compile": 60}
-    with timers.interrupt("compile"):
-        clock(1)
-    timers.reset()
-    assert timers.totals() == {}
 
 
 def test_an_interruption_of_a_late_device_is_taken_away_when_the_device_has_passed_it():
@@ -78,18 +74,6 @@ def test_an_error_ends_the_span_and_passes(clock):
     with timers("c"):
         pass
     assert timers.totals() == {"a": 1, "a/b": 1, "c": 0}
-
-
-def test_a_reset_begins_at_zero_and_keeps_the_start_of_an_open_span(clock):
-    timers = Timers()
-    with timers("a"):
-        clock(1)
-    with timers("b"):
-        clock(2)
-        timers.reset()
-        assert timers.totals() == {}
-        clock(3)
-    assert timers.totals() == {"b": 5}
 
 
 class LateDevice:
@@ -142,16 +126,6 @@ def test_an_error_ends_a_span_of_a_late_device_too():
         raise KeyError
     device.passed = 2
     assert timers.totals() == {"a": 1.0}
-
-
-def test_a_reset_forgets_what_the_device_has_not_passed():
-    device = LateDevice()
-    timers = Timers(device)
-    with timers("a"):
-        pass
-    timers.reset()
-    device.passed = 2
-    assert timers.totals() == {}
 
 
 def test_a_name_that_would_look_like_a_path_is_refused():

@@ -93,7 +93,10 @@ def plan_parts(sources: Sequence[Source]) -> list[Part]:
 
 
 def training_texts(parts: Sequence[Part], key: str, valid_fraction: float) -> Iterator[tuple[str, int]]:
-    """Yields text for tokenizer training and the bytes read so far: a sample of about 1 GiB, without held-out text."""
+    """Yields text for tokenizer training and the bytes read so far: about 1 GiB of the files, without held-out text.
+
+    The size of a compressed file is that on disk, so more text than that may be read.
+    """
     share = _TRAINING_BYTES / max(1, sum(part.num_bytes for part in parts))
     done = 0
     for part in parts:

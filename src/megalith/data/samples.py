@@ -25,8 +25,9 @@ class Identified(Protocol):
     """Samples with an identity, so that a run does not resume with different data."""
 
     def identity(self) -> Mapping[str, Any]:
-        """Everything besides ``train.seed`` that determines the sample of an index, as named plain values.
+        """The text that the sample of an index is made from, besides ``train.seed``, as named plain values.
 
-        Equal identities mean equal samples. Independent of the location of the files, batch size and layout.
+        Settings that change what is made of that text, such as fill-in-the-middle, are not part of it: they may change
+        when a run is resumed. Independent of the location of the files, batch size and layout.
         """
         ...

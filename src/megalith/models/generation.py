@@ -32,12 +32,11 @@ from megalith.parallel.pipeline.pipeline import Pipeline, evaluation_mode
 from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
 from megalith.torch_compat.compiler import uncompiled
 from megalith.torch_compat.modules import ForwardParts, has_forward_hooks
-from megalith.transformer.layer_context import KVCache
+from megalith.transformer.layer_context import FIRST_ROOM, KVCache
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
 
 # tokens per row that memory is first allocated for, beyond the prompt; it doubles whenever it is full
-_FIRST_ROOM = 1024
 
 # (row, its newest token) -> whether the text ends with that token
 Stop = Callable[[int, int], bool]
@@ -190,7 +189,7 @@ class _Rows:
         self.modules, self.layers = _modules_and_layers(pipeline)
         self.parts, self.are_parts_in_place = ForwardParts(self.modules), True
         self.may_replay = _may_replay(pipeline, len(prompts))
-        self._make_room(min(self.end + _FIRST_ROOM, self.most))
+        self._make_room(min(self.end + FIRST_ROOM, self.most))
 
     def _make_room(self, columns: int) -> None:
         """Allocates memory for at least ``columns`` columns."""

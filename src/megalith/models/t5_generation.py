@@ -23,6 +23,7 @@ from megalith.models.t5_model import T5Model
 from megalith.parallel.pipeline.pipeline import Pipeline, evaluation_mode
 from megalith.torch_compat.compiler import uncompiled
 from megalith.transformer.encoder_output import PairedDocuments
+from megalith.transformer.layer_context import FIRST_ROOM
 
 __all__ = ["beam_search", "generate", "stream"]
 
@@ -272,7 +273,8 @@ class _DecoderRows:
         self.unread = torch.tensor(padded, device=self.device)  # [B, Se], then [B, 0] once the encoder has read it
         self.newest = torch.full((B, 1), start_token, device=self.device)
         self.is_token = torch.arange(Se) < torch.tensor([[len(prompt)] for prompt in prompts])  # [B, Se]
-        self.capacity = max(max_new_tokens, 1)
+        self.num_new, self.most = 0, max(max_new_tokens, 1)
+        self.capacity = min(self.most, FIRST_ROOM)
         self.documents = self._documents()
         self.caches = {chunk: chunk.new_caches(self.capacity) for chunk in self.pipeline.chunks}
 
@@ -319,6 +321,12 @@ class _DecoderRows:
     def append(self, drawn: Tensor) -> None:
         """Appends one token to each row; ``drawn`` is [B]."""
         self.newest, self.unread = drawn.unsqueeze(1), drawn.new_empty(len(drawn), 0)
+        self.num_new += 1
+        if self.num_new == self.capacity < self.most:
+            self.capacity = min(2 * self.capacity, self.most)
+            for cache in (cache for caches in self.caches.values() for cache in caches.values()):
+                cache.grow(self.capacity)
+            self.documents = self._documents()  # in rows of the capacity
 
     def _documents(self) -> PairedDocuments | None:
         """Returns documents that exclude the padding of prompts; None if no prompt is padded."""

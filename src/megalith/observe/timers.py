@@ -65,10 +65,6 @@ class Span:
         interrupted, self._interruptions = self._passed(self._interruptions)
         self.seconds += passed - interrupted
 
-    def reset(self) -> None:
-        """Resets to zero; discards marks that the device has not reached."""
-        self._open, self._interruptions, self.seconds, self.count = [], [], 0.0, 0
-
     def _passed(self, pairs: list[tuple[Any, Any]]) -> tuple[float, list[tuple[Any, Any]]]:
         """The seconds between the marks of ``pairs``, and the pairs that the device has not reached yet."""
         total, waiting = 0.0, []
@@ -130,15 +126,10 @@ class Timers:
         return span
 
     def totals(self) -> dict[str, float]:
-        """Seconds by path since the last reset, outer spans first; spans that never ended are omitted."""
+        """Seconds by path, outer spans first; spans that never ended are omitted."""
         for span in _within(self._root):
             span.settle()
         return {span.path: span.seconds for span in _within(self._root) if span.count}
-
-    def reset(self) -> None:
-        """Reset the totals to zero. An open span keeps its start."""
-        for span in _within(self._root):
-            span.reset()
 
     def _new_span(self, name: str) -> Span:
         assert "/" not in name, f"'/' separates the names in a path, so a span cannot be named {name!r}"

@@ -14,7 +14,9 @@ from megalith.transformer.relative_position_bias import PositionBias
 from megalith.transformer.rotary import RotaryTables
 from megalith.transformer.step_record import MicroBatchRecord
 
-__all__ = ["KVCache", "LayerContext"]
+__all__ = ["FIRST_ROOM", "KVCache", "LayerContext"]
+
+FIRST_ROOM = 1024  # new tokens for which a cache has memory at first; it doubles when it is full
 
 
 class KVCache:

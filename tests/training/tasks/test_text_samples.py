@@ -47,7 +47,7 @@ def run_settings(text: Path, folder: Path, shape: dict[str, Any], **generation: 
 def lines_of(tree: dict[str, Any], world_size: int) -> list[str]:
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalith.models.generation._FIRST_ROOM", 3)  # memory grows twice within a text
+        patch.setattr("megalith.models.generation.FIRST_ROOM", 3)  # memory grows twice within a text
         pretrain(load_run(tree, world_size=world_size), lines.append, str)
     return lines
 

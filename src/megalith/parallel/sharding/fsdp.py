@@ -124,7 +124,8 @@ class _InPlace(ReduceScatter):
 
     FSDP2 allocates the input and then the output of each reduction. It would copy one to the other, which takes a pass
     over all gradients, and twice the memory. The memory becomes that of the gradients if ``param_dtype`` is the dtype
-    of the reduction; otherwise FSDP2 casts a copy.
+    of the reduction; otherwise FSDP2 casts a copy. With replicas it divides by the gradient's factor of 1, which is
+    still a copy.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,8 @@ Both are computed in float32, one model after the other, on the CPU, so memory m
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -137,24 +138,33 @@ def _their_logits(folder: ModelFolder, transformers: Any, inputs: Mapping[str, T
     told.addFilter(_is_news)
     try:
         # the class that our family table names; code in the folder is never run
-        model = getattr(transformers, folder.architecture).from_pretrained(
-            str(folder.store), dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
-        for key in folder.family.tables:  # not weights, but rounded in a half-precision folder: compute them again
-            theirs = model.get_parameter(key)
-            theirs.copy_(folder.family.tables_of(folder.config, len(theirs))[key])
-        output = model.eval()(**{_THEIR_NAMES[name]: tokens for name, tokens in inputs.items()})
-        # BertForPreTraining has two kinds of logits
-        logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
-    except Exception as error:  # transformers may raise anything, even for fields that the network does not need
-        raise CheckpointError(
-            f"transformers cannot run {folder.store}: {error}; use --no-proof to skip the proof, which needs it"
-        ) from error
+        with _theirs(folder):
+            model = getattr(transformers, folder.architecture).from_pretrained(
+                str(folder.store), dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
     finally:
         told.removeFilter(_is_news)
         if showed:
             transformers.utils.logging.enable_progress_bar()
+    for key in folder.family.tables:  # not weights, but rounded in a half-precision folder: compute them again
+        theirs = model.get_parameter(key)
+        theirs.copy_(folder.family.tables_of(folder.config, len(theirs))[key])
+    with _theirs(folder):
+        output = model.eval()(**{_THEIR_NAMES[name]: tokens for name, tokens in inputs.items()})
+    # BertForPreTraining has two kinds of logits
+    logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     return logits
+
+
+@contextmanager
+def _theirs(folder: ModelFolder) -> Iterator[None]:
+    """Raises CheckpointError for an error of transformers, which may be any, even for fields that no network needs."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers cannot run {folder.store}: {error}; use --no-proof to skip the proof, which needs it"
+        ) from error
 
 
 def _is_news(record: logging.LogRecord) -> bool:
