@@ -105,14 +105,17 @@ def _scores(model: GPTModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]
     kept = max(S - len(row) + len(continuation) for row, (_, continuation) in zip(rows, pairs, strict=True))
     is_token = torch.arange(S, device=device) < lengths  # [B, S]
     logits: Tensor = model(tokens, logits_to_keep=kept, padding_mask=is_token)  # [B, kept, V]
-    for row, of_row, (context, continuation) in zip(rows, logits, pairs, strict=True):
+    wanted = torch.tensor([token for _, continuation in pairs for token in continuation], device=device)
+    likelihoods, are_greedy = [], []
+    lengths_wanted = [len(continuation) for _, continuation in pairs]
+    for row, of_row, tokens_wanted in zip(rows, logits, wanted.split(lengths_wanted), strict=True):
         end = len(row) - S + kept
-        predicted = of_row[end - len(continuation) : end]  # [continuation, V]
+        predicted = of_row[end - len(tokens_wanted) : end]  # [continuation, V]
         log_probabilities = predicted.to(torch.promote_types(predicted.dtype, torch.float32)).log_softmax(dim=-1)
-        wanted = torch.tensor(continuation, device=device).unsqueeze(-1)
-        yield Score(
-            log_likelihood=log_probabilities.gather(-1, wanted).sum().item(),
-            is_greedy=bool((predicted.argmax(dim=-1, keepdim=True) == wanted).all()),
-            num_tokens=len(continuation),
-            num_cut=len(context) + len(continuation) - 1 - len(row),
-        )
+        likelihoods.append(log_probabilities.gather(-1, tokens_wanted.unsqueeze(-1)).sum())
+        are_greedy.append((predicted.argmax(dim=-1) == tokens_wanted).all())
+    # the host waits for the device once
+    found = zip(torch.stack(likelihoods).tolist(), torch.stack(are_greedy).tolist(), strict=True)
+    for row, (context, continuation), (likelihood, is_greedy) in zip(rows, pairs, found, strict=True):
+        num_cut = len(context) + len(continuation) - 1 - len(row)
+        yield Score(likelihood, is_greedy, len(continuation), num_cut)
