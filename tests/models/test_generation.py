@@ -153,12 +153,12 @@ def test_a_prompt_that_fills_all_positions_is_refused(length):
         ({"seeds": [1, 2]}, "one seed per prompt; got 1 prompts and 2 seeds"),
         ({"prompts": []}, "needs at least one prompt, and one seed per prompt; got 0 prompts and 1 seeds"),
         ({"prompts": [[]]}, "the prompt has no tokens; provide some text to continue"),
+        ({"prompts": [[1], [30, 31]], "seeds": [1, 2]}, "token ids must be from 0 to 30; prompt 1 has 31; encode it"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused_at_the_call(arguments, message):
-    given = {"prompts": [PROMPT], "max_new_tokens": 1, "sampling": GREEDY, "seeds": [1], **arguments}
     with pytest.raises(ConfigError, match=message):
-        stream(built(), **given)
+        stream(built(), **{"prompts": [PROMPT], "max_new_tokens": 1, "sampling": GREEDY, "seeds": [1], **arguments})
 
 
 def test_tokens_can_be_taken_one_by_one():
@@ -190,14 +190,14 @@ def test_a_seed_decides_and_torchs_generator_is_left_alone():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_generates_without_dropout_and_is_left_in_its_mode(training):
+def test_the_model_generates_without_dropout_and_is_left_in_its_mode(training, monkeypatch):
     model = built(hidden_dropout=0.5, attention_dropout=0.5).train(training)
     tokens = one(model, PROMPT, 5, sampling=GREEDY, seed=1)
     assert model.training == training
     assert tokens == greedy_without_cache(model, PROMPT, 5)
-    model.train(training)
-    with pytest.raises(IndexError):
-        generate(model, [[10**6]], 5, sampling=GREEDY)
+    monkeypatch.delattr(GPTModel, "forward")
+    with pytest.raises(TypeError):
+        generate(model.train(training), [PROMPT], 5, sampling=GREEDY)
     assert model.training == training
     assert all(parameter.grad is None for parameter in model.parameters())
 

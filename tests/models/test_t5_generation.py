@@ -236,6 +236,7 @@ def test_logits_that_are_nan_are_an_error(temperature):
         ([[1], []], {}, "at least one prompt, and at least one token in each"),
         ([[1]], {"seeds": [1, 2]}, "got 1 prompts and 2 seeds"),
         ([[1]], {"seeds": [-1]}, "the seed must be 0 or more"),
+        ([[1], [2, -3]], {}, "token ids must be from 0 to .*; prompt 1 has -3"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(prompts, how, message):

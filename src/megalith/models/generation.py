@@ -34,7 +34,7 @@ from megalith.torch_compat.compiler import uncompiled
 from megalith.torch_compat.modules import ForwardParts, has_forward_hooks
 from megalith.transformer.layer_context import FIRST_ROOM, KVCache
 
-__all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
+__all__ = ["Stop", "check_length", "check_prompt_length", "check_tokens", "generate", "stream"]
 
 # tokens per row that memory is first allocated for, beyond the prompt; it doubles whenever it is full
 
@@ -58,6 +58,17 @@ def check_prompt_length(num_tokens: int, num_positions: int | None) -> None:
         )
 
 
+def check_tokens(prompts: Sequence[Sequence[int]], vocab_size: int | None) -> None:
+    """Raises ConfigError for a token id that the model has no row for."""
+    for number, prompt in enumerate(prompts):
+        for token in prompt:
+            if vocab_size is not None and not 0 <= token < vocab_size:
+                raise ConfigError(
+                    f"token ids must be from 0 to {vocab_size - 1}; prompt {number} has {token}; encode it with the "
+                    "tokenizer of the model"
+                )
+
+
 def generate(
     model: GPTModel | Pipeline[GPTModel],
     prompts: Sequence[Sequence[int]],
@@ -79,8 +90,8 @@ def generate(
         stop: called on every rank after each token of a row; if it returns True, the text ends with that token.
 
     Raises:
-        ConfigError: there are no prompts, or one is empty or fills all learned positions; the number of seeds differs;
-            the number of tokens or a seed is out of range.
+        ConfigError: there are no prompts, or one is empty, fills all learned positions, or has a token outside of the
+            vocabulary; the number of seeds differs; the number of tokens or a seed is out of range.
         NonFiniteError: no token can be sampled, because logits are NaN.
     """
     texts: list[list[int]] = [[] for _ in prompts]
@@ -120,6 +131,7 @@ def stream(
     for seed in seeds:
         check_seed(seed)
     pipeline = model if isinstance(model, Pipeline) else Pipeline([model])
+    check_tokens(prompts, pipeline.chunks[0].config.vocab_size)
     num_positions = _num_positions(pipeline.chunks[0])
     lengths = [len(prompt) for prompt in prompts]
     for length in lengths:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.errors import ConfigError, NonFiniteError
-from megalith.models.generation import Stop, check_length
+from megalith.models.generation import Stop, check_length, check_tokens
 from megalith.models.language_model import hidden_shape
 from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
 from megalith.models.t5_model import T5Model
@@ -265,6 +265,7 @@ class _DecoderRows:
                 "and parallel.sequence=false"
             )
         assert self.config.vocab_size is not None, "checked by T5Model"
+        check_tokens(prompts, self.config.vocab_size)
         self.vocab_size = self.config.vocab_size
         self.layers = [layer for chunk in self.pipeline.chunks for layer in chunk.layers()]
         self.draws = groups.speaks_for_tokens and groups.rank("dp_cp") == 0
