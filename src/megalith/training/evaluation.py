@@ -78,15 +78,14 @@ def evaluate(
     found = _Sums(task, pipeline, device)
     progress(0, num_samples)
     with pipeline.evaluating():
-        # a few at a time: ranks check that all could read their batches before they wait for each other in the model,
-        # and a GPU is waited for once per check
-        at_once = _AT_ONCE * pipeline.placement.num_ranks
+        # ranks check that all could read their batches before they wait for each other in the model; a few at a time,
+        # because a GPU is waited for at each check. A model on a single process needs none, even if other ranks exist
+        at_once = 1 if groups.mesh is None else _AT_ONCE * pipeline.placement.num_ranks
         for first in range(0, num_micro_batches, at_once):
             numbers = range(first, min(first + at_once, num_micro_batches))
             starts = [(number * dp_size + dp_rank) * B for number in numbers]
             with attempt() as reading:
                 batches = [_batch(collate, dataset, range(start, start + B), num_samples) for start in starts]
-            # a model on a single process needs no agreement, even if other ranks exist
             if any_rank(reading.failed, device) if groups.mesh is not None else reading.failed:
                 reading.settle("the held-out data cannot be read")
             found.add(batches, options)
