@@ -117,6 +117,13 @@ class _Wanted:
         assert self.source is not None, "either a source or --from is given"
         return resolve_run_folder(self.source, self.overrides)
 
+    def check(self, config: "RunConfig") -> None:
+        """Checks that a run that goes on has this model to start from. Raises as ``check_origin``."""
+        from megalith.training.tasks.origin import check_origin
+
+        if self.origin is not None:
+            check_origin(config, self.origin)
+
     def arguments(self) -> list[str]:
         """The command line arguments that define the same run."""
         source = [] if self.source is None else [self.source]
@@ -129,7 +136,9 @@ def _show_plan(wanted: _Wanted, world_size: int, console: Console) -> None:
         from megalith.training.preflight import preflight
 
     show_log(console)
-    _describe(preflight(*wanted.settings(), world_size), world_size)
+    config = preflight(*wanted.settings(), world_size)
+    wanted.check(config)
+    _describe(config, world_size)
 
 
 def _train_on_ranks(num_ranks: int, wanted: _Wanted) -> int:
@@ -145,6 +154,7 @@ def _train_on_ranks(num_ranks: int, wanted: _Wanted) -> int:
             from megalith.training.resume import where_it_goes_on
 
         config = preflight(*wanted.settings(), num_ranks)
+        wanted.check(config)
         check_machine(config, num_ranks, range(num_ranks))
         with RunLock(Path(config.run)):
             pass  # raises here if another run holds the lock; otherwise the ranks would write errors into its logs
@@ -191,6 +201,7 @@ def _train_here(
         with agreed():
             settings, overrides = wanted.settings()
             config = preflight(settings, overrides, world_size)
+            wanted.check(config)
             if not dry_run:
                 check_machine(config, world_size, local_ranks)
         if dry_run:

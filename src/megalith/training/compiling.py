@@ -21,9 +21,8 @@ import shutil
 from pathlib import Path
 
 from megalith.config import RunConfig, TransformerConfig
-from megalith.config.yaml_text import MOST_BYTES, read_yaml
-from megalith.errors import ConfigError
 from megalith.fusions.core.compiler import cpp_compiler
+from megalith.training.kept import recorded_settings
 from megalith.training.process_group import choose_device
 
 __all__ = ["compiling_pays", "missing_compiler", "with_compiling_decided"]
@@ -84,13 +83,7 @@ def _elements(model: TransformerConfig, dtype: str) -> tuple[int, int, int]:
 
 def _as_begun(config: RunConfig) -> bool | None:
     """Returns what the run in ``config.run`` decided in the same dtype; None if there is no such run or decision."""
-    path = Path(config.run) / "config.yaml"
-    try:
-        with path.open("rb") as file:
-            settings = read_yaml(file.read(MOST_BYTES + 1), str(path))
-    except (OSError, ConfigError):  # reported when the run resumes
-        return None
-    match settings:
+    match recorded_settings(Path(config.run)):  # None if it cannot be read, which is reported when the run resumes
         case {"train": {"compile_fusions": bool(begun)}, "precision": {"dtype": dtype}}:
             return begun if dtype == config.precision.dtype else None
     return None

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.config import RunConfig, load_run
@@ -23,6 +23,7 @@ __all__ = [
     "kept_tokenizer",
     "newest_checkpoint",
     "read_config",
+    "recorded_settings",
     "run_of",
 ]
 
@@ -82,6 +83,16 @@ def read_config(folder: Store) -> RunConfig:
         raise CheckpointError(
             f"{path} does not describe the model in the checkpoints: {error}; restore it from a backup"
         ) from error
+
+
+def recorded_settings(folder: Path) -> Any:
+    """Returns the unchecked settings in the config.yaml of the run in ``folder``; None if they cannot be read."""
+    path = folder / "config.yaml"
+    try:
+        with path.open("rb") as file:
+            return read_yaml(file.read(MOST_BYTES + 1), str(path))
+    except (OSError, ConfigError):
+        return None
 
 
 def kept_tokenizer(folder: Store) -> Tokenizer | None:

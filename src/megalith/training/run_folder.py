@@ -22,6 +22,7 @@ from megalith.training.kept import (
     kept_tokenizer,
     newest_checkpoint,
     read_config,
+    recorded_settings,
     run_of,
 )
 from megalith.training.preflight import load_tokenizer
@@ -32,8 +33,15 @@ __all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run"]
 
 
 def keep_settings(run: Run) -> None:
-    """Writes config.yaml. Called on one rank. Raises StorageError."""
-    write_text_atomic(run.folder / "config.yaml", dump_yaml(with_absolute_paths(run.config)))
+    """Writes config.yaml; a run that goes on keeps its ``load``. Called on one rank. Raises StorageError."""
+    config = with_absolute_paths(run.config)
+    if goes_on(config):
+        match recorded_settings(run.folder):
+            case {"load": str(load)}:
+                config = config.model_copy(update={"load": load})
+            case {}:
+                config = config.model_copy(update={"load": None})
+    write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
 
 
 def keep_tokenizer(run: Run) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from megalith.checkpoint.folders import LATEST, traces_of_saves
 from megalith.config.dotted import look_up
-from megalith.config.yaml_text import read_yaml
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError
 from megalith.observe.metrics import read_metrics
 from megalith.storage import Store, explained, read_manifest, write_json_atomic
+from megalith.training.kept import recorded_settings
 
 __all__ = ["note_save", "refuse_if_saved"]
 
@@ -65,10 +65,8 @@ def _known_to_save_at(run_folder: Path) -> int | None:
     A run saves at its last step. At an earlier one it may have been killed between record and save, so the next record
     is the proof; with ``checkpoint.async_save`` the one after the second save, which waits for the first.
     """
-    path = run_folder / "config.yaml"
-    try:
-        settings = read_yaml(path.read_text("utf-8"), str(path))
-    except (OSError, UnicodeDecodeError, ConfigError):
+    settings = recorded_settings(run_folder)
+    if settings is None:
         return None
     every, steps = look_up(settings, "checkpoint.every"), look_up(settings, "train.steps")
     if not isinstance(steps, int):

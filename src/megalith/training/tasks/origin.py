@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalith.config import TransformerConfig, read_tree
+from megalith.config import RunConfig, TransformerConfig, read_tree
 from megalith.config.settings_group import given_fields
+from megalith.errors import ConfigError
 from megalith.models.foreign import foreign_model
-from megalith.storage import open_store
+from megalith.storage import LocalStore, open_store
+from megalith.training.kept import recorded_settings
 from megalith.training.run_folder import open_run
 from megalith.training.state import read_class_names
+from megalith.training.tasks.tokens_of_origin import goes_on
 
-__all__ = ["classes_at", "settings_from", "usual_settings"]
+__all__ = ["check_origin", "classes_at", "settings_from", "usual_settings"]
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,46 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
         return {**usual, "load": str(load)}
     settings = read_tree(source)
     return {**settings, "model": _with_head(model, settings.get("model"), location), "load": str(load)}
+
+
+def check_origin(config: RunConfig, location: str) -> None:
+    """Checks that a run that goes on was started from the model at ``location``, which it does not load again.
+
+    A run matches whichever of its checkpoints was loaded. If the run's config.yaml cannot be read, nothing is checked.
+
+    Raises:
+        ConfigError: it was started from another model, or from scratch, or is itself at ``location``.
+    """
+    if not goes_on(config):
+        return
+    given, folder = _real_path(location), _real_path(config.run)
+    if folder in (given, _folder_of_run(given)):
+        raise ConfigError(
+            f"--from {location} is the run in {config.run} itself; leave --from out to continue that run, or start "
+            "another one from it in a new folder with run=..."
+        )
+    settings = recorded_settings(Path(config.run))
+    if not isinstance(settings, Mapping):
+        return
+    load = settings.get("load")
+    if isinstance(load, str) and given in (_real_path(load), _folder_of_run(_real_path(load))):
+        return
+    start = f"from {load}" if load else "without --from"
+    raise ConfigError(
+        f"{config.run} already has a run that was started {start}, and not from {location}; give the new run another "
+        "folder with run=..., or leave --from out to continue the existing one"
+    )
+
+
+def _real_path(location: str) -> str:
+    store = open_store(location)
+    return os.path.realpath(store.path) if isinstance(store, LocalStore) else str(store)
+
+
+def _folder_of_run(checkpoint: str) -> str | None:
+    """Returns RUN of RUN/checkpoints/step-..., which need not exist any more; None for any other path."""
+    checkpoints = os.path.dirname(checkpoint)
+    return os.path.dirname(checkpoints) if os.path.basename(checkpoints) == "checkpoints" else None
 
 
 def _with_head(model: TransformerConfig, wanted: Any, location: str) -> TransformerConfig | dict[str, Any]:
