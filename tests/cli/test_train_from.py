@@ -75,3 +75,13 @@ def test_a_run_that_would_start_from_itself_is_refused(source, tmp_path):
     found = from_model(tmp_path, tmp_path / source, f"run={tmp_path / 'run'}", "train.steps=2")
     assert found.code == 2
     assert f"--from {tmp_path / source} is the run in {tmp_path / 'run'} itself; leave --from out" in found.err
+
+
+def test_the_folder_of_a_run_in_place_of_a_recipe_is_refused(tmp_path):
+    finished_run(tmp_path)
+    found = here("train", tmp_path / "run", "train.steps=20", "--from", model_folder(tmp_path))
+    assert (found.code, found.err) == (
+        2,
+        f"error: {tmp_path}/run is a folder, and --from takes a recipe or a YAML file beside it; leave --from out to "
+        "continue the run in that folder, or give a new run its folder with run=...\n",
+    )

@@ -10,6 +10,7 @@ from megalith.config import RunConfig, TransformerConfig, read_tree
 from megalith.config.settings_group import given_fields
 from megalith.errors import ConfigError
 from megalith.models.foreign import foreign_model
+from megalith.recipe_files import recipe_names
 from megalith.storage import LocalStore, open_store
 from megalith.training.kept import recorded_settings
 from megalith.training.run_folder import open_run
@@ -49,8 +50,13 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
 
     Raises:
         CheckpointError: ``location`` holds no model, or a damaged one.
-        ConfigError: our model cannot represent it, or ``source`` cannot be read.
+        ConfigError: our model cannot represent it, or ``source`` cannot be read, such as a folder.
     """
+    if source is not None and os.path.isdir(source) and source not in recipe_names():
+        raise ConfigError(
+            f"{source} is a folder, and --from takes a recipe or a YAML file beside it; leave --from out to continue "
+            "the run in that folder, or give a new run its folder with run=..."
+        )
     store = open_store(location)
     if (folder := foreign_model(store)) is not None:
         model, load = folder.config, store
