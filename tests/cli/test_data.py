@@ -1,6 +1,7 @@
 """megalith data prepare: its output and exit code."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -40,7 +41,7 @@ def test_it_says_what_there_is_and_what_comes_next(files, tmp_path):
     assert [line.split()[0] for line in lines[1:3]] == ["training", "held"]
     assert f"{train.num_tokens:,} tokens, {ratio:.2f} bytes per token" in lines[1]
     assert "1 of them empty" in done.stdout
-    assert "left out  1 binary files" in lines
+    assert "left out  1 binary file" in lines
     assert [line.strip().removeprefix("files     ") for line in lines[5:12]] == [
         "out/c.bin", "out/c.json", "out/c.idx", "out/c-valid.bin", "out/c-valid.json", "out/c-valid.idx",
         "out/c-tokenizer.json",
@@ -95,3 +96,15 @@ def test_help_and_import_do_not_load_what_they_do_not_need():
     code = "import sys, megalith.data.prepare; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_what_is_left_out_of_a_folder_or_read_as_plain_text_is_told(files, tmp_path):
+    for name in ("gone", "lost"):
+        (tmp_path / "src" / name).symlink_to("nowhere")
+    os.mkfifo(tmp_path / "src" / "pipe")
+    (tmp_path / "src" / "b.jsonl").write_text('{"text": "b"}')
+    command = ["src", "--out", "c", "--vocab-size", 270, "--processes", 1]
+    for _ in ("done", "nothing to do"):
+        lines = prepare(*command).stdout.splitlines()
+        assert "left out  1 binary file, 2 broken links, 1 pipe, socket or device" in lines
+        assert "as text   1 .jsonl file in folders, each one document; give the files to read their lines" in lines

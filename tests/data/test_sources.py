@@ -35,7 +35,46 @@ def test_a_folder_gives_its_text_files_sorted_and_counts_the_binary_ones(tree):
     found = find_sources([tree])
     assert [source.name for source in found.files] == ["src/a/empty.py", "src/a/z.py", "src/b.py", "src/data.jsonl"]
     assert {source.format for source in found.files} == {"text"}
-    assert found.num_skipped == 3
+    assert (found.num_skipped, found.num_broken_links, found.num_special) == (3, 1, 1)
+    assert found.num_lines_as_text == 1
+
+
+def test_links_to_folders_are_followed_and_each_folder_is_read_once(tree, tmp_path):
+    outside = tmp_path / "outside"
+    (outside / "deep").mkdir(parents=True)
+    (outside / "deep" / "note.txt").write_text("note")
+    names = [source.name for source in find_sources([tree]).files]
+    links = {"loop": tree, "above": tmp_path, "a2": tree / "a", "a/in": outside, "again": outside / "deep"}
+    for name, target in {**links, "itself": "itself"}.items():
+        (tree / name).symlink_to(target)
+    found = find_sources([tree])
+    assert len(found.files) == len({source.path.resolve() for source in found.files}) == len(names) + 1
+    assert {source.name for source in found.files} > set(names)
+    assert found.num_broken_links == 2  # broken, itself
+    assert [source.name for source in find_sources([tree]).files] == [source.name for source in found.files]
+
+
+def test_what_a_job_writes_is_left_out_through_a_link_too(tree, tmp_path):
+    (tmp_path / "out.parts").mkdir()
+    (tmp_path / "out.parts" / "x.txt").write_text("x")
+    (tmp_path / "out.json").write_text("{}")
+    names = [source.name for source in find_sources([tree]).files]
+    (tree / "above").symlink_to(tmp_path)
+    left_out = [tmp_path / "out.parts", tmp_path / "out.json"]
+    assert [source.name for source in find_sources([tree], leave_out=left_out).files] == names
+
+
+def test_a_subfolder_that_cannot_be_read_is_an_error(tree, monkeypatch):
+    usual = os.scandir
+
+    def scandir(path):
+        if os.fspath(path).endswith("/a"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return usual(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"src/a cannot be read: Permission denied; check its permissions"):
+        find_sources([tree])
 
 
 def test_names_do_not_depend_on_where_the_folder_lies(tree, tmp_path, monkeypatch):

@@ -11,9 +11,11 @@ from megalith.cli.console import show_text
 from megalith.cli.inspect import inspect
 from megalith.cli.label import label
 from megalith.observe.machine import num_cores
+from megalith.wording import counted
 
 if TYPE_CHECKING:
     from megalith.data.prepare import PrepareSummary, Progress
+    from megalith.data.sources import Sources
 
 __all__ = ["app"]
 
@@ -135,17 +137,31 @@ def _describe(summary: "PrepareSummary", out: Path, recipe: str, *, lacks_senten
         if part is not None:
             empty = f", {part.num_empty_documents:,} of them empty" if part.num_empty_documents else ""
             lines.append(
-                f"{name:<10}{part.num_documents:,} documents{empty}, {part.num_tokens:,} tokens, "
+                f"{name:<10}{counted(part.num_documents, 'document')}{empty}, {counted(part.num_tokens, 'token')}, "
                 f"{part.text_bytes / max(1, part.num_tokens):.2f} bytes per token"
             )
     lines.append(f"{'tokenizer':<10}{summary.train.vocab_size:,} entries, {_short(summary.tokenizer)}")
-    if summary.train.num_skipped_files:
-        lines.append(f"{'left out':<10}{summary.train.num_skipped_files:,} binary files")
+    lines += _describe_folders(summary.sources)
     if lacks_sentences:
         lines.append(f"{'sentences':<10}none; to train BERT or T5, prepare with --split-sentences and another --out")
     lines.append(f"{'files':<10}" + "\n          ".join(_short(path) for path in summary.files))
     valid = "" if summary.valid_prefix is None else f" data.valid={_short(summary.valid_prefix)}"
     return "\n".join([*lines, f"next: megalith train {recipe} data.train={out}{valid}"])
+
+
+def _describe_folders(sources: "Sources") -> list[str]:
+    """Describes what was not read in the input folders, or not as the user may expect."""
+    left_out = (
+        (sources.num_skipped, "binary file", None),
+        (sources.num_broken_links, "broken link", None),
+        (sources.num_special, "pipe, socket or device", "pipes, sockets or devices"),
+    )
+    told = ", ".join(counted(*each) for each in left_out if each[0])
+    lines = [f"{'left out':<10}{told}"] if told else []
+    if sources.num_lines_as_text:
+        files = counted(sources.num_lines_as_text, ".jsonl file")
+        lines.append(f"{'as text':<10}{files} in folders, each one document; give the files to read their lines")
+    return lines
 
 
 def _short(path: Path) -> str:

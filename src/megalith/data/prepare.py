@@ -36,13 +36,14 @@ _PUBLISHING = "publishing"  # marker file: the job has begun to move its files i
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """The dataset that exists now. ``was_done``: an earlier identical job had already finished it."""
+    """The dataset that exists now, and its ``sources``. ``was_done``: an earlier identical job had finished it."""
 
     prefix: Path
     valid_prefix: Path | None
     train: Sidecar
     valid: Sidecar | None
     tokenizer: Path
+    sources: Sources
     was_done: bool
 
     @property
@@ -348,7 +349,7 @@ def _check_not_empty(job: _Job, builders: Mapping[Split, IndexedDatasetBuilder])
 
 def _summary(job: _Job, train: Sidecar, valid: Sidecar | None, *, was_done: bool) -> PrepareSummary:
     valid_prefix = None if valid is None else job.valid_out
-    return PrepareSummary(job.out, valid_prefix, train, valid, job.tokenizer_path, was_done)
+    return PrepareSummary(job.out, valid_prefix, train, valid, job.tokenizer_path, job.sources, was_done)
 
 
 @contextlib.contextmanager

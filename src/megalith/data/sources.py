@@ -3,7 +3,8 @@
 .jsonl (.ndjson, .json), also .gz     every line is a document: the text under one key
 .parquet                              every row is a document: the text in one column
 any other file, also .gz              the file is one document
-a folder                              every UTF-8 file below it is one document, except hidden and binary ones
+a folder                              every UTF-8 file below it is one document, except hidden and binary ones; also
+                                      below links to folders, each folder once
 """
 
 import codecs
@@ -24,6 +25,7 @@ __all__ = ["Source", "Sources", "find_sources"]
 Format = Literal["text", "jsonl", "parquet"]
 
 _FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_OF_LINES = (".jsonl", ".ndjson")  # unlike .json, which is usually a single value
 _UNREADABLE = {".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"}
 
 
@@ -67,10 +69,23 @@ class Source:
 
 @dataclass(frozen=True)
 class Sources:
-    """The files of a job, in order, and the number of binary files in folders that were skipped."""
+    """The files of a job, in order, and what was skipped in its folders.
+
+    Attributes:
+        num_skipped: binary files.
+        num_broken_links: links that lead to nothing that exists.
+        num_special: pipes, sockets and devices.
+    """
 
     files: tuple[Source, ...]
     num_skipped: int
+    num_broken_links: int = 0
+    num_special: int = 0
+
+    @property
+    def num_lines_as_text(self) -> int:
+        """Number of .jsonl files in folders, each of which is one document of plain text like any other file there."""
+        return sum(s.format == "text" and s.path.suffix.lower() in _OF_LINES for s in self.files)
 
     def records(self, *, held_out: bool) -> tuple[SourceRecord, ...]:
         """One record per input of the validation set (``held_out``) or of the training set.
@@ -99,13 +114,14 @@ def find_sources(
         DataError: an input is missing, unreadable, given twice, or in an unsupported format.
     """
     found: list[Source] = []
-    num_skipped = 0
+    num_skipped = num_broken_links = num_special = 0
     for given, is_held_out in [*((path, False) for path in inputs), *((path, True) for path in held_out)]:
         path = Path(os.path.abspath(given))
         if not os.path.isdir(path):  # unlike Path.is_dir, never raises
             found.append(_source(path, path.parent, path, is_held_out))
             continue
-        candidates = [_source(file, path.parent, path, is_held_out) for file in _walk(path, leave_out)]
+        inside, others = _walk(path, leave_out)
+        candidates = [_source(file, path.parent, path, is_held_out) for file in inside]
         texts = [source for source in candidates if _is_text(source.path)]
         if not texts:
             raise DataError(
@@ -114,6 +130,9 @@ def find_sources(
             )
         found += texts
         num_skipped += len(candidates) - len(texts)
+        num_broken = sum(not other.exists() for other in others)
+        num_broken_links += num_broken
+        num_special += len(others) - num_broken
     seen: set[Path] = set()
     num_named: Counter[str] = Counter()
     files: list[Source] = []
@@ -123,22 +142,50 @@ def find_sources(
         seen.add(source.path)
         files.append(replace(source, occurrence=num_named[source.name]))
         num_named[source.name] += 1
-    return Sources(tuple(files), num_skipped)
+    return Sources(tuple(files), num_skipped, num_broken_links, num_special)
 
 
-def _walk(folder: Path, leave_out: Sequence[Path]) -> list[Path]:
-    """The files in ``folder``, recursively and sorted, without hidden files and folders."""
+def _walk(folder: Path, leave_out: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Returns the files in ``folder``, recursively and sorted, and what is neither a file nor a folder.
+
+    Hidden files and folders are not among them. Links to folders are followed; a folder that several paths lead to is
+    read once, under the path without links if it has one.
+    """
     files: list[Path] = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and Path(root, name) not in leave_out]
-        paths = (Path(root, name) for name in names if not name.startswith("."))
-        files += (path for path in paths if path.is_file() and path not in leave_out)  # no sockets, no broken links
+    others: list[Path] = []
+    visited: set[str] = set()
+    excluded = {os.path.realpath(path) for path in leave_out}
+    to_visit = [folder]  # and then links to folders, after all that is reached without them
+    for top in to_visit:
+        for root, folders, names in os.walk(top, onerror=_raise_unreadable):
+            real_root = os.path.realpath(root)
+            if real_root in visited:
+                folders.clear()
+                continue
+            visited.add(real_root)
+            shown = sorted(
+                Path(root, name)
+                for name in folders + names
+                if not name.startswith(".") and os.path.join(real_root, name) not in excluded
+            )
+            folders.clear()
+            for path in shown:
+                if not path.is_dir():
+                    (files if path.is_file() else others).append(path)
+                elif path.is_symlink():
+                    to_visit.append(path)
+                else:
+                    folders.append(path.name)
     if files and all(_format(path) != "text" for path in files):
         raise DataError(
             f"every file in {folder} is .jsonl or .parquet, but each file in a folder is read as one document of plain "
             f"text; give the files themselves: {folder}/*{files[0].suffix}"
         )
-    return sorted(files)
+    return sorted(files), others
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be read: {error.strerror}; check its permissions") from error
 
 
 def _source(path: Path, root: Path, given: Path, held_out: bool) -> Source:
