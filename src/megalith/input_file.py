@@ -1,4 +1,4 @@
-"""Checks user-supplied files before opening them.
+"""Checks user-supplied paths and files before opening them.
 
 Opening a FIFO blocks until there is a writer, /dev/zero never ends, and a wrong path may lead to a file larger than
 memory.
@@ -9,9 +9,22 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["read_regular_file", "regular_file_size"]
+__all__ = ["home_expanded", "read_regular_file", "regular_file_size"]
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+def home_expanded(path: str) -> str:
+    """Returns ``path`` with a leading ``~`` or ``~user`` replaced by that home folder, as a shell does without quotes.
+
+    Raises:
+        ValueError: there is no such user.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        user = path.partition("/")[0]
+        raise ValueError(f"must begin with a home folder that exists, and none does for {user}; use ./{user} instead")
+    return expanded
 
 
 def regular_file_size(path: str | Path) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megalith.cli.console import Announcer, Console, Progress, show_log, show_text
+from megalith.cli.paths import path_argument, path_option
 from megalith.garbage_collection import importing
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True)
 
-Out = Annotated[Path, typer.Option(help="The folder to create; it must not exist yet.", metavar="DIR")]
-Run = Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
+Out = Annotated[Path, path_option("The folder to create; it must not exist yet.", "DIR")]
+Run = Annotated[str, path_argument("A run's folder, or one of its checkpoints.", "RUN")]
 NoProof = Annotated[bool, typer.Option("--no-proof", help="Do not compare logits with transformers.")]
 Scaling = Literal["exact", "published"]
 _WRITING = "writing the run's folder"
@@ -34,9 +35,7 @@ def convert() -> None:
 
 @app.command("import")
 def import_command(
-    source: Annotated[
-        str, typer.Argument(help="A Hugging Face model folder, or an iter_... folder of Megatron.", metavar="FOLDER")
-    ],
+    source: Annotated[str, path_argument("A Hugging Face model folder, or an iter_... folder of Megatron.", "FOLDER")],
     out: Out,
     eod: Annotated[
         str | None, typer.Option(help="Token of its tokenizer that ends a document, if not the one in config.json.")
@@ -101,9 +100,7 @@ def export_command(
 
 @app.command("upcycle")
 def upcycle_command(
-    source: Annotated[
-        str, typer.Argument(help="A dense model: a run, a checkpoint, or a Hugging Face model folder.", metavar="SRC")
-    ],
+    source: Annotated[str, path_argument("A dense model: a run, a checkpoint, or a Hugging Face model folder.", "SRC")],
     overrides: Annotated[
         list[str],
         typer.Argument(
@@ -142,7 +139,7 @@ def upcycle_command(
 @app.command("prove")
 def prove_command(
     source: Run,
-    folder: Annotated[str, typer.Argument(help="A Hugging Face model folder.", metavar="HF_FOLDER")],
+    folder: Annotated[str, path_argument("A Hugging Face model folder.", "HF_FOLDER")],
 ) -> None:
     """Compare the logits of a run with those that transformers computes for a Hugging Face model."""
     with Announcer() as announcer:

@@ -10,6 +10,7 @@ import typer
 from megalith.cli.console import show_text
 from megalith.cli.inspect import inspect
 from megalith.cli.label import label
+from megalith.cli.paths import path_argument, path_option
 from megalith.observe.machine import num_cores
 from megalith.wording import counted
 
@@ -25,10 +26,10 @@ app.command("label")(label)
 
 Files = Annotated[
     list[Path],
-    typer.Argument(
-        help="Text to train on: .jsonl or .parquet (one document per line or row), any other text file (one document), "
+    path_argument(
+        "Text to train on: .jsonl or .parquet (one document per line or row), any other text file (one document), "
         "all but .parquet also as .gz, or a folder of source files (one document each).",
-        metavar="FILES",
+        "FILES",
     ),
 ]
 
@@ -41,8 +42,8 @@ def data() -> None:
 @app.command()
 def prepare(
     files: Files,
-    out: Annotated[Path, typer.Option(help="Prefix of the files to write: PREFIX.bin, .idx, .json.", metavar="PREFIX")],
-    tokenizer: Annotated[Path | None, typer.Option(help="Path of a tokenizer.json of Hugging Face tokenizers.")] = None,
+    out: Annotated[Path, path_option("Prefix of the files to write: PREFIX.bin, .idx, .json.", "PREFIX")],
+    tokenizer: Annotated[Path | None, path_option("Path of a tokenizer.json of Hugging Face tokenizers.")] = None,
     vocab_size: Annotated[
         int | None, typer.Option(help="Train a byte-level BPE tokenizer with this many entries instead.", metavar="N")
     ] = None,

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from megalith.cli.paths import path_option
 
 __all__ = ["demo"]
 
 
 def demo(
-    out: Annotated[Path | None, typer.Option(help="The folder to create for all files; by default runs/demo.")] = None,
+    out: Annotated[Path | None, path_option("The folder to create for all files; by default runs/demo.")] = None,
 ) -> None:
     """Train a small model on real text, change its layout midway, and show the results. Takes minutes."""
     from megalith.cli.console import Console

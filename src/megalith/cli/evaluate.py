@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from megalith.cli.console import Announcer, Console, Progress, show_log, show_text
+from megalith.cli.paths import path_argument, path_option
 from megalith.garbage_collection import importing
 
 __all__ = ["evaluate"]
@@ -20,26 +21,25 @@ log = logging.getLogger(__name__)
 def evaluate(
     source: Annotated[
         str,
-        typer.Argument(
-            help="A run's folder, or one of its checkpoints; with --choices also a Hugging Face or Megatron folder.",
-            metavar="MODEL",
+        path_argument(
+            "A run's folder, or one of its checkpoints; with --choices also a Hugging Face or Megatron folder.", "MODEL"
         ),
     ],
-    data: Annotated[str | None, typer.Option(help="Prefix of the dataset; by default the run's data.valid.")] = None,
+    data: Annotated[str | None, path_option("Prefix of the dataset; by default the run's data.valid.")] = None,
     samples: Annotated[
         int | None, typer.Option(help="Evaluate on this many samples, evenly spaced; by default on all.")
     ] = None,
     choices: Annotated[
         str | None,
-        typer.Option(
-            help='Measure accuracy on questions instead of loss: {"context": ..., "choices": [...], "answer": index}, '
+        path_option(
+            'Measure accuracy on questions instead of loss: {"context": ..., "choices": [...], "answer": index}, '
             "one per line.",
-            metavar="FILE.jsonl",
+            "FILE.jsonl",
         ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="With --choices: path of a tokenizer.json, for a model without one.", metavar="PATH"),
+        path_option("With --choices: path of a tokenizer.json, for a model without one.", "PATH"),
     ] = None,
     eod: Annotated[
         str | None, typer.Option(help="Token of --tokenizer that ends a document, if it has an unusual name.")

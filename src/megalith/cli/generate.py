@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from megalith.cli.console import Announcer, say, show_text
+from megalith.cli.paths import path_argument, path_option
 from megalith.garbage_collection import importing
 
 if TYPE_CHECKING:
@@ -21,19 +22,15 @@ __all__ = ["generate"]
 def generate(
     source: Annotated[
         str,
-        typer.Argument(
-            help="A run's folder, one of its checkpoints, or a Hugging Face or Megatron folder.", metavar="MODEL"
-        ),
+        path_argument("A run's folder, one of its checkpoints, or a Hugging Face or Megatron folder.", "MODEL"),
     ],
     prompt: Annotated[str | None, typer.Option(help="The text to continue; a T5 answers it.")] = None,
     prompt_file: Annotated[
-        str | None, typer.Option(help="File whose whole text is the prompt; - for standard input.", metavar="PATH")
+        str | None, path_option("File whose whole text is the prompt; - for standard input.", "PATH")
     ] = None,
     prompts_file: Annotated[
         str | None,
-        typer.Option(
-            help="File with one prompt per line, generated as one batch; - for standard input.", metavar="PATH"
-        ),
+        path_option("File with one prompt per line, generated as one batch; - for standard input.", "PATH"),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
     samples: Annotated[int, typer.Option(help="Samples per prompt, in one batch, each with the next seed.")] = 1,
@@ -54,9 +51,7 @@ def generate(
         bool,
         typer.Option("--special-tokens", help="Parse special tokens in the prompt, as chat templates need."),
     ] = False,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Path of a tokenizer.json, for a model without one.", metavar="PATH")
-    ] = None,
+    tokenizer: Annotated[Path | None, path_option("Path of a tokenizer.json, for a model without one.", "PATH")] = None,
     eod: Annotated[
         str | None, typer.Option(help="Token of --tokenizer that ends a document, if it has an unusual name.")
     ] = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalith.cli.console import show_text
+from megalith.cli.paths import path_argument, path_option
 
 if TYPE_CHECKING:
     from megalith.data.inspection import Inspection
@@ -16,13 +17,13 @@ _BAR = 30  # characters in the bar of the most frequent token
 
 
 def inspect(
-    prefix: Annotated[str, typer.Argument(help="Prefix of the dataset: PREFIX.bin and .idx.", metavar="PREFIX")],
+    prefix: Annotated[str, path_argument("Prefix of the dataset: PREFIX.bin and .idx.", "PREFIX")],
     documents: Annotated[
         int, typer.Option(help="Number of documents to show, starting with the first.", metavar="N")
     ] = 3,
     top: Annotated[int, typer.Option(help="Number of most frequent tokens to show.", metavar="N")] = 15,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Path of its tokenizer.json, if the dataset does not name it.", metavar="PATH")
+        Path | None, path_option("Path of its tokenizer.json, if the dataset does not name it.", "PATH")
     ] = None,
 ) -> None:
     """Show counts, the first documents as text, and the most frequent tokens."""

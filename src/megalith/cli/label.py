@@ -6,26 +6,27 @@ from typing import Annotated
 import typer
 
 from megalith.cli.console import Announcer, show_text
+from megalith.cli.paths import path_argument, path_option
 
 __all__ = ["label"]
 
 
 def label(
-    file: Annotated[Path, typer.Argument(help="A .csv or .tsv file with the columns text and label.", metavar="FILE")],
+    file: Annotated[Path, path_argument("A .csv or .tsv file with the columns text and label.", "FILE")],
     out: Annotated[
         Path,
-        typer.Option(help="Prefix of the files to write: PREFIX.bin, .idx, .json, -classes.json.", metavar="PREFIX"),
+        path_option("Prefix of the files to write: PREFIX.bin, .idx, .json, -classes.json.", "PREFIX"),
     ],
-    tokenizer: Annotated[Path, typer.Option(help="Path of the tokenizer.json of the model to train.", metavar="PATH")],
+    tokenizer: Annotated[Path, path_option("Path of the tokenizer.json of the model to train.", "PATH")],
     valid: Annotated[
-        Path | None, typer.Option(help="Held-out texts with the same classes, for PREFIX-valid.", metavar="FILE")
+        Path | None, path_option("Held-out texts with the same classes, for PREFIX-valid.", "FILE")
     ] = None,
     classes_of: Annotated[
         str | None,
-        typer.Option(
-            help="A trained classifier (run, checkpoint or Hugging Face folder) whose classes, in their order, the "
+        path_option(
+            "A trained classifier (run, checkpoint or Hugging Face folder) whose classes, in their order, the "
             "texts have; by default the labels of FILE, sorted.",
-            metavar="MODEL",
+            "MODEL",
         ),
     ] = None,
     max_tokens: Annotated[

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from megalith.cli.console import show_text
+from megalith.cli.paths import path_argument
 from megalith.recipe_files import recipe_names, recipe_purpose, recipe_text
 
 __all__ = ["app", "complete_recipe"]
@@ -43,9 +44,7 @@ def show(name: Name) -> None:
 @app.command()
 def copy(
     name: Name,
-    to: Annotated[
-        Path | None, typer.Argument(help="The file to write, or its folder; by default NAME.yaml.", metavar="FILE")
-    ] = None,
+    to: Annotated[Path | None, path_argument("The file to write, or its folder; by default NAME.yaml.", "FILE")] = None,
 ) -> None:
     """Copy a recipe to a file of your own, to edit it."""
     from megalith.errors import ConfigError

@@ -3,16 +3,15 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from megalith.cli.console import show_text
+from megalith.cli.paths import path_argument, path_option
 
 __all__ = ["report"]
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or still training.", metavar="RUN")],
-    out: Annotated[Path | None, typer.Option(help="The file to write; by default RUN/report.html.")] = None,
+    run: Annotated[Path, path_argument("A run's folder, finished or still training.", "RUN")],
+    out: Annotated[Path | None, path_option("The file to write; by default RUN/report.html.")] = None,
 ) -> None:
     """Write report.html from what a run has recorded so far."""
     from megalith.errors import ConfigError

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megalith.cli.console import Announcer, Console, say, say_over, show_log, show_text
+from megalith.cli.paths import path_argument, path_option
 from megalith.cli.recipes import complete_recipe
 from megalith.garbage_collection import importing
 from megalith.recipe_files import require_source
@@ -44,10 +45,10 @@ def _complete_override(incomplete: str) -> list[tuple[str, str]]:
 
 Source = Annotated[
     str | None,
-    typer.Argument(
-        help="A recipe, a YAML file, or a run's folder, which train continues; if omitted, the recipes are listed.",
-        metavar="RECIPE",
-        autocompletion=_complete_source,
+    path_argument(
+        "A recipe, a YAML file, or a run's folder, which train continues; if omitted, the recipes are listed.",
+        "RECIPE",
+        _complete_source,
     ),
 ]
 Overrides = Annotated[
@@ -67,10 +68,10 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and exit.")] = False,
     origin: Annotated[
         str | None,
-        typer.Option(
+        path_option(
+            "Start from this model: a Hugging Face folder, a run, or a checkpoint; RECIPE may be omitted.",
+            "FOLDER",
             "--from",
-            help="Start from this model: a Hugging Face folder, a run, or a checkpoint; RECIPE may be omitted.",
-            metavar="FOLDER",
         ),
     ] = None,
 ) -> None:

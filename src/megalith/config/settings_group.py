@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 from megalith.config.draft import Draft
 from megalith.config.relevance import CONDITIONS
+from megalith.input_file import home_expanded
 
 __all__ = [
     "FIELDS_ALONE",
@@ -43,8 +44,8 @@ def _without_nul(path: str) -> str:
     return path
 
 
-FilePath = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
-"""The path or URL of a file or folder; preflight checks whether it exists."""
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), AfterValidator(home_expanded)]
+"""The path or URL of a file or folder, with ~ expanded; preflight checks whether it exists."""
 
 
 class Follows:

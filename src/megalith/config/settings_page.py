@@ -38,6 +38,7 @@ overridden on the command line, where the value is YAML:
 - `null` means that a field is not set: it takes its default, even if the file or the recipe sets it.
 - An unknown name, a value of the wrong type and a field that has no effect with the others are errors. All errors are
   reported at once, each with a fix if one is found.
+- A leading `~` or `~user` in a path is a home folder, also where quotes keep the shell from expanding it.
 - A group inside a group, such as `optim.adamw`, is one more level in the file and one more dot in an override:
   `optim.adamw.eps=1e-6`. Some groups have an effect only with certain values of another field, which their row gives;
   others are off until one of their fields is set, and `null` turns them off again, as in `train.evaluation=null`.
