@@ -119,12 +119,15 @@ def test_what_writes_no_text_or_has_no_likelihood_is_refused(run, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"context": "a", "choices": ["b", "c"], "answer": 0}\n')
     asked = here("eval", run, "--choices", tmp_path / "x.jsonl")
     assert asked.code == 2
-    assert "must be a GPT to score text; it is a model.t5" in asked.err
+    assert "must be a GPT to score text, such as the choices of questions; it is a model.t5, whose loss" in asked.err
     tree = masked_settings(tmp_path / "text", train={"steps": 1}, precision={"dtype": "float32"})
     ranks(1, trained, {**tree, "run": str(tmp_path / "bert")})
     refused = generate(tmp_path / "bert")
     assert refused.code == 2
     assert "must be a GPT or a T5 to generate text; it is a model.bert, whose predictions" in refused.err
+    refused = here("eval", tmp_path / "bert", "--choices", tmp_path / "x.jsonl")
+    assert refused.code == 2
+    assert "must be a GPT to score text, such as the choices of questions; it is a model.bert" in refused.err
 
 
 def test_an_import_whose_tokenizer_has_an_unused_token_beyond_the_last_row_generates(run, tmp_path):

@@ -60,35 +60,33 @@ class TextSource:
 
     @classmethod
     def open(
-        cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
+        cls,
+        source: str | Path,
+        tokenizer: str | Path | None = None,
+        eod: str | int | None = None,
+        *,
+        to_score: bool = False,
     ) -> "TextSource":
         """Opens ``source``: a run, a checkpoint, or a ``foreign_model``.
 
         Args:
             tokenizer: path of a tokenizer.json, for a source that has none; ``eod`` is its token that ends a document,
                 as in ``Tokenizer``.
+            to_score: the model is to score texts, as only a GPT does, and not to generate any.
 
-        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do; ConfigError for an encoder; and DataError
-        if the tokenizer produces ids for which the model has no row, or lacks the special tokens of a T5.
+        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do; ConfigError for an encoder, or a T5 that is
+        to score; and DataError if the tokenizer produces ids for which the model has no row, or lacks the special
+        tokens of a T5.
         """
         store = open_store(source)
         folder = foreign_model(store)
         opened = _open_run(store, tokenizer, eod) if folder is None else _open_foreign(folder, tokenizer, eod)
-        cls._check_writes(source, opened.config)
+        _check_kind(source, opened.config.kind, to_score=to_score)
         assert opened.config.vocab_size is not None, "set in the config.yaml of a run and in a model folder"
         opened.tokenizer.check_fits(str(source), opened.config.vocab_size)
         if opened.answers:
             t5_tokens(opened.tokenizer)
         return opened
-
-    @staticmethod
-    def _check_writes(source: str | Path, config: TransformerConfig) -> None:
-        """Raises ConfigError for a model that cannot generate text."""
-        if config.kind == "bert":
-            raise ConfigError(
-                f"{source} must be a GPT or a T5 to generate text; it is a model.bert, whose predictions of masked "
-                "tokens megalith eval measures"
-            )
 
     def encode(self, prompts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
         """Encodes each prompt with ``Tokenizer.encode_prompts``; for a T5, appends the token that ends its texts.
@@ -327,6 +325,20 @@ def _pieces(tokens: Iterator[Sequence[int | None]], texts: Sequence[_Text]) -> G
     for drawn in tokens:
         yield [text.piece(token) for text, token in zip(texts, drawn, strict=True)]
     yield [text.piece(None) for text in texts]
+
+
+def _check_kind(source: str | Path, kind: str, *, to_score: bool) -> None:
+    """Raises ConfigError for a model that cannot score or generate text."""
+    if to_score and kind != "gpt":
+        raise ConfigError(
+            f"{source} must be a GPT to score text, such as the choices of questions; it is a model.{kind}, whose loss "
+            "on held-out data megalith eval measures"
+        )
+    if kind == "bert":
+        raise ConfigError(
+            f"{source} must be a GPT or a T5 to generate text; it is a model.bert, whose predictions of masked tokens "
+            "megalith eval measures"
+        )
 
 
 def _open_run(store: Store, tokenizer: str | Path | None, eod: str | int | None) -> TextSource:

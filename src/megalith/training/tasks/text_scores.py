@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
 from megalith.models.scoring import Score, score
 from megalith.training.tasks.generation import TextSource
@@ -25,13 +24,11 @@ class TextScorer:
     def load(
         cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
     ) -> "TextScorer":
-        """Loads ``source``; arguments and errors are those of ``TextSource.open``, plus ConfigError for a T5.
+        """Loads ``source``; arguments and errors are those of ``TextSource.open``.
 
         A run's model reads as many tokens at once as it was trained on, ``data.seq_length``.
         """
-        opened = TextSource.open(source, tokenizer, eod)
-        if opened.answers:
-            raise ConfigError(f"{source} must be a GPT to score text; it is a model.t5; give a GPT")
+        opened = TextSource.open(source, tokenizer, eod, to_score=True)
         model = opened.load_model()
         assert isinstance(model, GPTModel), "neither a BERT nor a T5"
         return cls(model, opened.tokenizer, opened.longest)
