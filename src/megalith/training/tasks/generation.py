@@ -109,8 +109,6 @@ class TextSource:
             generation.check_prompt_length(num_tokens, self.config.max_position_embeddings if learned else None)
         if not self.answers:
             return encoded
-        if not special_tokens and any("<extra_id_" in prompt for prompt in prompts):
-            log.warning("sentinels such as <extra_id_0> in the prompt are read as text; --special-tokens parses them")
         return [[*ids, t5_tokens(self.tokenizer).end] for ids in encoded]
 
 
@@ -168,10 +166,14 @@ class TextGenerator:
             special_tokens: parse special tokens in the prompts, as in ``TextSource.encode``.
 
         Raises ConfigError, when called, as ``models.generation.stream`` and ``TextSource.encode`` do, and for an empty
-        stop string. Logs a warning if a text may grow longer than the rows that the model was trained on.
+        stop string. Logs a warning if a text may grow longer than the rows that the model was trained on, and if
+        sentinels in a T5's prompts are not parsed.
         """
         encoded = self.source.encode(prompts, special_tokens=special_tokens)
+        # here and not in encode, which also checks prompts before the model is loaded
         self._tell_of_length(max(map(len, encoded), default=0), max_new_tokens)
+        if self.source.answers and not special_tokens and any("<extra_id_" in prompt for prompt in prompts):
+            log.warning("sentinels such as <extra_id_0> in the prompt are read as text; --special-tokens parses them")
         return stream_text(
             self.model,
             self.source.tokenizer,
