@@ -200,13 +200,14 @@ def test_a_run_that_was_killed_before_or_in_its_first_save_begins_again(finished
     assert steps(run) == [1]
 
 
-def test_the_newest_sound_one_is_taken_and_newer_ones_are_kept_aside(finished, run):
+def test_the_newest_sound_one_is_taken_and_newer_ones_are_kept_aside(finished, run, caplog):
     checkpoints = run / "checkpoints"
     shutil.copytree(checkpoints / "step-00000004", checkpoints / "step-00000005")
     (checkpoints / "step-00000005" / "manifest.json").unlink()
     edit(checkpoints / "step-00000004" / SHARD)
     found = train(finished, run)
     assert found.code == 0, found
+    assert caplog.text.count("step-00000005: it is not a complete checkpoint") == 1
     assert f"resumed from {checkpoints}/step-00000002 at step 2" in found.out
     assert "step-00000004 is kept as step-00000004.damaged" in found.out
     assert steps(run) == [1, 2, 3, 4, 5, 6]

@@ -39,11 +39,12 @@ def step_name(step: int) -> str:
     return f"step-{step:08}"
 
 
-def find_checkpoint(folder: Location, *, but_not: Collection[str] = ()) -> Location | None:
+def find_checkpoint(folder: Location, *, but_not: Collection[str] = (), warn: bool = True) -> Location | None:
     """Returns the newest complete checkpoint in ``folder``, or None; rank 0 searches, and every rank gets the result.
 
     A checkpoint is complete if its manifest is valid and all its files have the listed sizes; ``verify_checkpoint``
-    checks their contents. Newer incomplete ones are skipped with a warning, and the names in ``but_not`` without one.
+    checks their contents. Newer incomplete ones are skipped with a warning, unless ``warn`` is off, and the names in
+    ``but_not`` without one.
 
     Raises:
         CheckpointError: a newer checkpoint has a format that this version does not read.
@@ -53,7 +54,8 @@ def find_checkpoint(folder: Location, *, but_not: Collection[str] = ()) -> Locat
     with agreed(f"looking for a checkpoint in {folder}"):
         if rank() == 0:
             # the call that found those in but_not has already warned about newer ones
-            steps = complete_steps(open_store(folder), tell_below=min(map(_number_of, but_not), default=math.inf))
+            tell_below = min(map(_number_of, but_not), default=math.inf) if warn else 0
+            steps = complete_steps(open_store(folder), tell_below=tell_below)
             newest = next((name for name in steps if name not in but_not), None)
     newest = broadcast(newest)
     return None if newest is None else child(folder, newest)

@@ -239,7 +239,7 @@ def _check_load(config: RunConfig) -> Iterator[str]:
     with explained("read", folder):  # such as a name that is too long
         goes_on = config.resume == "auto" and any(folder.glob("checkpoints/step-*"))
     if goes_on:  # nothing is loaded, but an imported run starts from the checkpoint that it holds
-        imported = find_checkpoint(folder / "checkpoints")
+        imported = find_checkpoint(folder / "checkpoints", warn=False)  # resume_or_load warns
         if imported is not None and imported.name == step_name(0):
             yield from _check_origin_tokenizer(config, open_store(folder))
         return

@@ -64,7 +64,7 @@ def note_saved(folder: Path, step: int, path: Store, seconds: float) -> None:
 
 def where_it_goes_on(checkpoints: Location) -> str:
     """Returns a line that says what rerunning the command would do, for a run that has ended too early."""
-    newest = find_checkpoint(checkpoints)
+    newest = find_checkpoint(checkpoints, warn=False)  # the run itself has warned, or will
     if newest is None:
         return "no checkpoint was saved; run the same command to start again from step 0"
     return f"run the same command to continue from step {int(open_store(newest).split()[1].removeprefix('step-'))}"
