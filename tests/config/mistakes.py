@@ -279,6 +279,10 @@ MISTAKES = [
     ),
     Mistake({"train.batch_size_schedule_unit": "tokens"}, r"no effect without train.batch_size_schedule"),
     Mistake({"train.evaluation.every": 10}, r"train.evaluation needs data.valid, .*; remove train.evaluation$"),
+    Mistake(
+        {"train.generation.every": 5, "train.generation.prompts": [""]},
+        r"train.generation.prompts\[0\] must not be empty; got ''; use train.generation.prompts=\[Once upon a time\]",
+    ),
     Mistake({"data.valid": {}}, r"data.valid must have at least 1 entry; got {}; use data.valid=null$"),
     Mistake({"data.valid": ["a"]}, r"data.valid must be text; got \['a'\]"),
     Mistake({"data.valid": {"web": "a", "co.de": "b"}}, r"valid.co.de must be a name made of letters, digits, _ and -"),

@@ -61,8 +61,13 @@ def _errors(tree: Mapping[str, Any]) -> Iterator[ErrorDetails]:
         for error in problem.errors(include_url=False):
             name, _ = _place(error)
             of_a_group = error["type"] == "value_error" and name not in FIELDS
-            if not of_a_group and error["type"] != "default_factory_not_called":
+            if not of_a_group and error["type"] != "default_factory_not_called" and not _is_long_enough(error):
                 yield error
+
+
+def _is_long_enough(error: ErrorDetails) -> bool:
+    """Returns whether a list is only too short because pydantic counts no entries that are malformed themselves."""
+    return error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]
 
 
 def _place(error: ErrorDetails) -> tuple[str, tuple[int | str, ...]]:
