@@ -17,6 +17,8 @@ __all__ = ["CONVERSION_MISTAKES"]
 
 _CONFIG = TransformerConfig(**LLAMA)
 _NORM = "model.norm.weight"
+_NO_RUN = r"none does not exist; give the folder of a run or of one of its checkpoints\n$"
+_NO_MODEL = r"none does not exist; give the folder .* checkpoints, or a Hugging Face or Megatron folder\n$"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -143,11 +145,18 @@ CONVERSION_MISTAKES: dict[str, tuple[Mistake, str]] = {
         r"tokenizer\.json must have ids below 61, .*; text gives ids up to 269 .*; use the tokenizer\.json",
     ),
     "import: a token that the tokenizer has not": (tokenizer_without_an_end, "--eod"),
-    "export: no run": (lambda f: ["convert", "export", f / "none", "--out", f / "new"], "none is neither a run"),
+    "export: no run": (lambda f: ["convert", "export", f / "none", "--out", f / "new"], _NO_RUN),
     "export: a dtype that there is not": (export("--dtype", "int8"), "the dtype must be one of float64"),
     "export: a model that no family has": (no_family_has_it, r"(?s)LlamaForCausalLM cannot.*hidden_dropout"),
-    "prove: no run": (lambda f: ["convert", "prove", f / "none", model_folder(f)], "none is neither a run"),
-    "--from nothing": (lambda f: ["train", "--from", f / "none", "data.train=x"], "none is neither a run"),
+    "prove: no run": (lambda f: ["convert", "prove", f / "none", model_folder(f)], _NO_RUN),
+    "--from nothing": (lambda f: ["train", "--from", f / "none", "data.train=x"], _NO_MODEL),
+    "generate: nothing": (lambda f: ["generate", f / "none", "--prompt", "a"], _NO_MODEL),
+    "generate: no model": (lambda f: ["generate", f, "--prompt", "a"], "nor a checkpoint, nor a Hugging Face or Megat"),
+    "eval: no run": (lambda f: ["eval", f, "--data", "x"], "neither a run .* nor a checkpoint; give one of them"),
+    "eval: a folder of Hugging Face": (
+        lambda f: ["eval", model_folder(f), "--data", "x"],
+        "hf is a model of Hugging Face or Megatron, .*make it a run with megalith convert import .*hf --out RUN",
+    ),
     "--from and a recipe that is not there": (
         lambda f: ["train", "lama-4m", "--from", model_folder(f)],
         "there is no recipe lama-4m",

@@ -12,6 +12,7 @@ from megalith.data.companions import read_companions, token_ids
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError, MissingFileError
 from megalith.storage import MANIFEST, LocalStore, Store, explained, write_json_atomic
+from megalith.training.tasks.weights import described_at
 
 __all__ = [
     "EOD_FILE",
@@ -45,16 +46,33 @@ class Marks(NamedTuple):
         return tokenizer if self.begin is None else tokenizer.framed(begin=self.begin)
 
 
-def newest_checkpoint(source: Store) -> Store:
-    """Returns ``source`` if it is a checkpoint, else the newest complete one of the run. Raises CheckpointError."""
+def newest_checkpoint(source: Store, *, or_foreign: bool = False) -> Store:
+    """Returns ``source`` if it is a checkpoint, else the newest complete one of the run.
+
+    Args:
+        or_foreign: the caller also accepts a ``foreign_model``, and has found none; errors say so.
+
+    Raises:
+        CheckpointError: ``source`` does not exist, or is neither of them.
+        ConfigError: it is a foreign model that our model cannot represent.
+    """
     if MANIFEST in source.names():
         return source
     found = find_checkpoint(source / "checkpoints")
-    if found is None:
+    if found is not None:
+        return found
+    if isinstance(source, LocalStore) and not source.path.exists():
+        others = ", or a Hugging Face or Megatron folder" if or_foreign else ""
+        raise CheckpointError(f"{source} does not exist; give the folder of a run or of one of its checkpoints{others}")
+    if not or_foreign and described_at(source) is not None:
         raise CheckpointError(
-            f"{source} is neither a run with a complete checkpoint nor a checkpoint; give one of them"
+            f"{source} is a model of Hugging Face or Megatron, and must be a run or a checkpoint here; make it a run "
+            f"with megalith convert import {source} --out RUN, and give that"
         )
-    return found
+    others = ", nor a Hugging Face or Megatron folder" if or_foreign else ""
+    raise CheckpointError(
+        f"{source} is neither a run with a complete checkpoint nor a checkpoint{others}; give one of them"
+    )
 
 
 def run_of(checkpoint: Store) -> Store:

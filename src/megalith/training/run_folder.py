@@ -50,12 +50,12 @@ def keep_tokenizer(run: Run) -> None:
     keep(run.folder, tokenizer, companions_of_origin(run.config, tokenizer))
 
 
-def open_run(source: str | Path | Store) -> tuple[Store, Store, RunConfig]:
+def open_run(source: str | Path | Store, *, or_foreign: bool = False) -> tuple[Store, Store, RunConfig]:
     """Returns the checkpoint, the folder and the settings of a run; ``source`` is a run or one of its checkpoints.
 
-    Raises CheckpointError if there is no complete checkpoint, or as ``read_config`` does.
+    Raises CheckpointError as ``newest_checkpoint``, which takes ``or_foreign``, and ``read_config`` do.
     """
-    checkpoint = newest_checkpoint(open_store(source))
+    checkpoint = newest_checkpoint(open_store(source), or_foreign=or_foreign)
     folder = run_of(checkpoint)
     return checkpoint, folder, read_config(folder)
 

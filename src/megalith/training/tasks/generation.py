@@ -344,7 +344,7 @@ def _check_kind(source: str | Path, kind: str, *, to_score: bool) -> None:
 
 
 def _open_run(store: Store, tokenizer: str | Path | None, eod: str | int | None) -> TextSource:
-    checkpoint, folder, config = open_run(store)
+    checkpoint, folder, config = open_run(store, or_foreign=True)
     found = find_tokenizer(folder, config, tokenizer, eod)
 
     def load() -> Writer:

@@ -33,7 +33,7 @@ def classes_at(location: str) -> tuple[str, ...]:
     """
     store = open_store(location)
     folder = foreign_model(store)
-    return read_class_names(open_run(store)[0]) if folder is None else folder.class_names
+    return read_class_names(open_run(store, or_foreign=True)[0]) if folder is None else folder.class_names
 
 
 def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
         model, load = folder.config, store
         usual = usual_settings(model, folder.num_positions, folder.weights.dtype)
     else:
-        load, _, run = open_run(store)
+        load, _, run = open_run(store, or_foreign=True)
         model = run.model
         usual = usual_settings(model, run.data.seq_length, run.precision.dtype)
     if source is None:

@@ -127,7 +127,7 @@ def _open(source: str | Path) -> _Dense:
         usual = usual_settings(foreign.config, foreign.num_positions, foreign.weights.dtype)
         tokenizer, companions = foreign.tokenizer(), foreign.companions()
         return _Dense(foreign.store, foreign.config, usual, foreign.weights, tokenizer, companions)
-    checkpoint, folder, run = open_run(store)
+    checkpoint, folder, run = open_run(store, or_foreign=True)
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
     usual = usual_settings(run.model, run.data.seq_length, weights.dtype)
