@@ -93,7 +93,7 @@ def test_choices_are_answered_and_a_context_that_was_cut_is_told(run, tmp_path, 
         [line] = found.out.splitlines()
         assert line.startswith(f"{path}: accuracy ")
         assert line.endswith("% per token, of 3 questions (guessing 50.00%)")
-    assert "1 of 3 questions exceed the model's context of 32 tokens and were truncated at the beginning" in caplog.text
+    assert "truncated 1 of 3 questions at the beginning, to fit the model's context of 32 tokens" in caplog.text
 
 
 def test_one_line_says_that_experts_drop_tokens_among_choices(run, tmp_path, caplog, monkeypatch):
@@ -112,7 +112,7 @@ def test_one_line_says_that_experts_drop_tokens_among_choices(run, tmp_path, cap
     monkeypatch.setattr(TextScorer, "load", with_capacity)
     assert here("eval", run, "--choices", path).code == 0
     [line] = [line for line in caplog.messages if "capacity" in line]
-    assert line.endswith("depends on the choices that are scored in one batch, which compete for capacity")
+    assert line.endswith("depends on the choices that are scored in one batch, whose tokens compete for capacity")
 
 
 def test_no_perplexity_is_printed_where_no_token_has_a_loss(run, tmp_path):

@@ -70,7 +70,7 @@ def test_nproc_beside_a_launcher_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     found = here(*train(tmp_path), "--nproc", 2)
     assert found.code == 2, found
-    assert "--nproc (2) has no effect here: a launcher has started 1 ranks" in found.err
+    assert "--nproc (2) has no effect here: a launcher has started 1 rank (RANK and" in found.err
 
 
 def test_under_torchrun_every_rank_ends_with_code_2_and_one_has_the_message(tmp_path):

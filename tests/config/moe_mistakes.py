@@ -61,7 +61,7 @@ MOE_MISTAKES = [
     Mistake({**MOE, "model.moe.num_experts": 6, "parallel.expert": 4}, r"num_experts \(6\) must be divisible by .*", 4),
     Mistake(
         {**MOE, "parallel.expert": 2, "parallel.expert_tensor": 4},
-        r"parallel.expert \(2\) x parallel.expert_tensor \(4\) must divide the 4 ranks of a pipeline stage",
+        r"expert \(2\) x parallel.expert_tensor \(4\) must divide the number of ranks of a pipeline stage \(4\)",
         4,
     ),
     Mistake(

@@ -273,7 +273,8 @@ def test_an_input_that_is_no_text_stops_everything_and_leaves_nothing(small, tmp
 @pytest.mark.parametrize(
     ("texts", "valid", "message"),
     [
-        (["", ""], 0.0, "the inputs must contain text; they have 2 documents, all of them empty"),
+        (["", ""], 0.0, "the inputs must contain text; there is none in 2 documents"),
+        ([""], 0.0, "the inputs must contain text; there is none in 1 document"),
         (["text"], 0.02, "no text is left for the validation set: .* the inputs have 1; use another fraction"),
         (["text"], 0.99999, "no text is left for the training set"),
     ],

@@ -36,7 +36,7 @@ def test_it_drops_past_the_capacity_and_one_line_says_so(run, caplog):
         [line] = [line for line in caplog.messages if "capacity" in line]
         assert line == (
             "experts drop tokens beyond their capacity, as in training (model.moe.capacity.factor=0.5): the result "
-            "depends on the 2 samples of a micro-batch, which compete for capacity"
+            "depends on the 2 samples of a micro-batch, whose tokens compete for capacity"
         )
         caplog.clear()
         without_capacity(run)

@@ -11,6 +11,7 @@ import typer
 from megalith.cli.console import Announcer, Console, Progress, show_log, show_text
 from megalith.cli.paths import path_argument, path_option
 from megalith.garbage_collection import importing
+from megalith.wording import counted
 
 if TYPE_CHECKING:
     from megalith.data.tokenizer import Tokenizer
@@ -129,8 +130,8 @@ def upcycle_command(
     reasons = "".join(f"not exact  {reason}\n" for reason in found.inexact_for)
     show_text(
         f"model      {quantity(found.num_parameters)} parameters; new ones in {found.dtype}\n"
-        f"experts    {moe.num_experts} per layer, {moe.top_k} per token: {moe.num_experts // num_shards} copies of "
-        f"{num_shards} shards of an MLP\n"
+        f"experts    {moe.num_experts} per layer, {moe.top_k} per token: "
+        f"{counted(moe.num_experts // num_shards, 'copy', 'copies')} of {counted(num_shards, 'shard')} of an MLP\n"
         f"{reasons}{_tokenizer_line(found.tokenizer)}"
         f"next: megalith train {out} data.train=PREFIX, or megalith train RECIPE --from {out} run=..."
     )

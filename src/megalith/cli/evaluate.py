@@ -12,6 +12,7 @@ import typer
 from megalith.cli.console import Announcer, Console, Progress, show_log, show_text
 from megalith.cli.paths import path_argument, path_option
 from megalith.garbage_collection import importing
+from megalith.wording import counted
 
 __all__ = ["evaluate"]
 
@@ -134,12 +135,12 @@ def _answers(
     found = answer_questions(scorer, questions, progress)
     if found.num_cut:
         log.warning(
-            "%d of %d questions exceed the model's context of %d tokens and were truncated at the beginning",
-            found.num_cut,
-            found.num_questions,
-            scorer.longest,
+            "truncated %s of %s at the beginning, to fit the model's context of %s tokens",
+            f"{found.num_cut:,}",
+            counted(found.num_questions, "question"),
+            f"{scorer.longest:,}",
         )
     return [
         f"{choices}: accuracy {found.accuracy:.2%}, {found.per_byte:.2%} by likelihood per byte, "
-        f"{found.per_token:.2%} per token, of {found.num_questions:,} questions (guessing {found.chance:.2%})"
+        f"{found.per_token:.2%} per token, of {counted(found.num_questions, 'question')} (guessing {found.chance:.2%})"
     ]

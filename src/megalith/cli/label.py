@@ -7,6 +7,7 @@ import typer
 
 from megalith.cli.console import Announcer, show_text
 from megalith.cli.paths import path_argument, path_option
+from megalith.wording import counted
 
 __all__ = ["label"]
 
@@ -52,7 +53,7 @@ def label(
         )
     for name, part in parts:
         cut = f", {part.num_cut:,} of them cut" if part.num_cut else ""
-        show_text(f"{name:<10}{part.num_texts:,} texts{cut}, {part.num_tokens:,} tokens")
+        show_text(f"{name:<10}{counted(part.num_texts, 'text')}{cut}, {counted(part.num_tokens, 'token')}")
     show_text(f"{'classes':<10}{len(found.classes)}: {', '.join(found.classes[:20])}")
     beside = "" if valid is None else f" data.valid={out}-valid"
     show_text(

@@ -334,5 +334,5 @@ def expert_ranks_divide_the_world(run: Draft) -> Iterator[Violation]:
         for degree in nearest_first(divisors(ranks), run[_EXPERT]):
             if ranks % (degree * width) == 0 and run[_EXPERTS] % degree == 0:
                 fixes.append({_EXPERT: degree, _EXPERT_TENSOR: width})
-    message = f"{product} must divide the {ranks} ranks of a pipeline stage"
+    message = f"{product} must divide the number of ranks of a pipeline stage ({ranks})"
     yield Violation("expert_ranks_divide_the_world", _EXPERT, message, tuple(fixes))

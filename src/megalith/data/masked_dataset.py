@@ -25,6 +25,7 @@ from megalith.data.word_masks import WordMasking
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.draws import Draws
 from megalith.numerics.permutation import KeyedPermutation
+from megalith.wording import counted
 
 __all__ = ["HeldOutSamples", "MaskedDataset"]
 
@@ -88,7 +89,8 @@ class MaskedDataset(ABC, Generic[Sample]):
         lengths = self._ends - self._starts
         if masking.long_sentences == "cut":
             if num_long := int((lengths > room).sum()):
-                self._log("cut %d of %d sentences, those of more than %d tokens", num_long, len(lengths), room)
+                cut = f"{num_long:,} of {counted(len(lengths), 'sentence')}"
+                self._log("cut %s, those of more than %s", cut, counted(room, "token"))
             self._starts, self._ends, documents = _cut(self._starts, self._ends, documents, room)
             lengths = self._ends - self._starts
         self._handle_long_sentences(lengths, documents, masking.long_sentences)
@@ -146,7 +148,7 @@ class MaskedDataset(ABC, Generic[Sample]):
         num_tokens = np.diff(np.concatenate(([0], np.cumsum(lengths)))[documents])
         first = int(np.argmax(is_long))
         left_out = (
-            f"{int(of_document.sum())} of {len(of_document)} documents, "
+            f"{int(of_document.sum()):,} of {counted(len(of_document), 'document')}, "
             f"{num_tokens[of_document].sum() / num_tokens.sum():.1%} of the tokens"
         )
         if treatment == "refuse":
@@ -157,7 +159,7 @@ class MaskedDataset(ABC, Generic[Sample]):
                 f"data.seq_length, split such sentences with data.masking.long_sentences=cut, or skip such documents "
                 f"({left_out}) with data.masking.long_sentences=skip"
             )
-        self._log("skipped documents with a sentence of more than %d tokens: %s", self._room, left_out)
+        self._log("skipped documents with a sentence of more than %s: %s", counted(self._room, "token"), left_out)
 
     def _log(self, message: str, *values: object) -> None:
         """Logs what has been done to the text, once for all ranks."""
@@ -189,8 +191,8 @@ def _sentences(dataset: IndexedDataset) -> tuple[Tokens, Tokens, Tokens]:
     bounds = dataset.sequence_starts()
     if len(dataset) <= np.count_nonzero(np.diff(dataset.document_indices)):
         raise DataError(
-            f"{dataset.prefix} must be split into sentences; it has one sequence for each of its "
-            f"{dataset.num_documents} documents; prepare the text again with: megalith data prepare FILES... --out "
+            f"{dataset.prefix} must be split into sentences; it has one sequence for each document "
+            f"({dataset.num_documents:,}); prepare the text again with: megalith data prepare FILES... --out "
             "PREFIX --tokenizer PATH --split-sentences"
         )
     starts, ends = bounds[:-1], bounds[1:].copy()

@@ -25,6 +25,7 @@ from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 from megalith.data.workers import encode_parts
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.storage import LocalStore, RunLock, explained, fsync_folder
+from megalith.wording import counted
 
 __all__ = ["PrepareSummary", "Progress", "prepare"]
 
@@ -336,14 +337,14 @@ def _publish(
 def _check_not_empty(job: _Job, builders: Mapping[Split, IndexedDatasetBuilder]) -> None:
     num_documents = sum(builder.num_documents for builder in builders.values())
     if not any(builder.num_tokens for builder in builders.values()):
-        raise DataError(f"the inputs must contain text; they have {num_documents} documents, all of them empty")
+        raise DataError(f"the inputs must contain text; there is none in {counted(num_documents, 'document')}")
     for split, builder in builders.items():
         if not builder.num_tokens:
             name = "training" if split == "train" else "validation"
             raise DataError(
                 f"no text is left for the {name} set: --valid holds out whole documents, and the inputs have "
-                f"{num_documents}; use another fraction, or prepare the held-out text separately with the tokenizer of "
-                "the training text"
+                f"{num_documents:,}; use another fraction, or prepare the held-out text separately with the tokenizer "
+                "of the training text"
             )
 
 

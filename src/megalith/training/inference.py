@@ -35,6 +35,7 @@ from megalith.training.tasks.masked_task import MaskedTask
 from megalith.training.tasks.task import AnyTask
 from megalith.training.tasks.weights import load_weights
 from megalith.transformer.module import ModelModule
+from megalith.wording import counted
 
 __all__ = [
     "CheckpointLoss",
@@ -162,7 +163,7 @@ def evaluate_checkpoint(
                 raise
             raise _of_own_data(error, name, source) from error
     trained = load_model(checkpoint, task)
-    say_what_experts_drop(config.model, f"the {config.train.micro_batch_size} samples of a micro-batch")
+    say_what_experts_drop(config.model, f"the {counted(config.train.micro_batch_size, 'sample')} of a micro-batch")
     sizes = [len(each) if max_samples is None else min(max_samples, len(each)) for each in held_out.values()]
     losses = []
     for number, (name, prefix) in enumerate(prefixes.items()):
@@ -192,7 +193,7 @@ def say_what_experts_drop(model: TransformerConfig, together: str) -> None:
     if model.moe is not None and model.moe.capacity is not None:
         log.info(
             "experts drop tokens beyond their capacity, as in training (model.moe.capacity.factor=%s): the result "
-            "depends on %s, which compete for capacity",
+            "depends on %s, whose tokens compete for capacity",
             model.moe.capacity.factor,
             together,
         )

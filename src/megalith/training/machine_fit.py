@@ -20,6 +20,7 @@ from megalith.training.process_group import choose_device
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
+from megalith.wording import counted
 
 __all__ = ["StateBytes", "check_machine", "copy_bytes", "rank_state_bytes", "state_bytes"]
 
@@ -99,8 +100,8 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
             raise ConfigError(
-                f"this machine has {num_local_ranks} ranks and {num_gpus} GPUs, but each rank needs a GPU of its own; "
-                f"start at most {num_gpus} here (--nproc, or torchrun --nproc-per-node)"
+                f"this machine has {counted(num_local_ranks, 'rank')} and {counted(num_gpus, 'GPU')}, but each rank "
+                f"needs a GPU of its own; start at most {num_gpus} here (--nproc, or torchrun --nproc-per-node)"
             )
         needed, has = max(held), torch.cuda.get_device_properties(device).total_memory
         where, what, more = "on one rank", "its GPU has", "more ranks"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megalith.errors import ConfigError
 from megalith.observe.machine import memory_bytes
 from megalith.observe.units import quantity
+from megalith.wording import counted
 
 __all__ = ["LaunchedRank", "check_rendezvous", "launched_rank", "num_ranks"]
 
@@ -71,8 +72,9 @@ def num_ranks(nproc: int, launched: LaunchedRank | None) -> int:
     if launched is not None:
         if nproc != 1:
             raise ConfigError(
-                f"--nproc ({nproc}) has no effect here: a launcher has started {launched.world_size} ranks (RANK and "
-                "WORLD_SIZE are set); leave --nproc out, or unset RANK"
+                f"--nproc ({nproc}) has no effect here: a launcher has started "
+                f"{counted(launched.world_size, 'rank')} (RANK and WORLD_SIZE are set); leave --nproc out, or unset "
+                "RANK"
             )
         return launched.world_size
     if nproc < 1:
