@@ -96,7 +96,9 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     device, num_local_ranks = choose_device(), len(local_ranks)
     check_products(config, device)
     if config.train.log_energy and (reason := why_no_energy(device)) is not None:
-        raise ConfigError(f"train.log_energy cannot measure here: {reason}; or set train.log_energy=false")
+        raise ConfigError(
+            f"train.log_energy cannot measure here: {reason}; set train.log_energy=false to train without it"
+        )
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
             raise ConfigError(

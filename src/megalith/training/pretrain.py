@@ -103,7 +103,7 @@ def _energy_source(config: RunConfig, device: torch.device, stack: ExitStack) ->
         try:
             source = stack.enter_context(closing(energy_source(device)))
         except ConfigError as error:
-            reason = f"train.log_energy cannot measure here: {error}; or set train.log_energy=false"
+            reason = f"train.log_energy cannot measure here: {error}; set train.log_energy=false to train without it"
             raise ConfigError(reason) from error
     return source
 
