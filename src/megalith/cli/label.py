@@ -36,6 +36,7 @@ def label(
     eod: Annotated[str | None, typer.Option(help="Token that ends a document, if it has an unusual name.")] = None,
 ) -> None:
     """Tokenize texts that are each labelled with a class."""
+    from megalith.data.class_names import listed
     from megalith.data.labelled import prepare_labelled, read_labelled
 
     classes = None if classes_of is None else _classes_of(classes_of)
@@ -54,7 +55,7 @@ def label(
     for name, part in parts:
         cut = f", {part.num_cut:,} of them cut" if part.num_cut else ""
         show_text(f"{name:<10}{counted(part.num_texts, 'text')}{cut}, {counted(part.num_tokens, 'token')}")
-    show_text(f"{'classes':<10}{len(found.classes)}: {', '.join(found.classes[:20])}")
+    show_text(f"{'classes':<10}{len(found.classes)}: {listed(found.classes)}")
     beside = "" if valid is None else f" data.valid={out}-valid"
     show_text(
         f"next: megalith train classification-tiny --from RUN data.train={out}{beside} "

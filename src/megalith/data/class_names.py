@@ -25,6 +25,6 @@ def class_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first ten names for a message, and how many more there are."""
+    """Returns the first ten names for a message, and how many more there are; names with commas are quoted."""
     more = f" and {len(names) - _MOST_TOLD:,} more" if len(names) > _MOST_TOLD else ""
-    return ", ".join(names[:_MOST_TOLD]) + more
+    return ", ".join(repr(name) if "," in name else name for name in names[:_MOST_TOLD]) + more
