@@ -2,9 +2,12 @@
 
 import logging
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import megalith.checkpoint.save
 from megalith.checkpoint import BackgroundSaver, load_tensors, save_checkpoint
-from megalith.errors import CheckpointError, RankFailedError, StorageError
+from megalith.errors import CheckpointError, ConfigError, RankFailedError, StorageError
 from megalith.storage import LocalStore, Store
 from tests.checkpoint.test_save import content_of
-from tests.rank_pool import ranks
+from tests.rank_pool import ranks, renew_ranks
 
 WRITE = megalith.checkpoint.save._write
 
@@ -56,6 +59,113 @@ def tensors_of(value: float) -> dict[str, Tensor]:
         "step": torch.tensor(int(value)),
         "nothing": torch.empty(0, 3),
     }
+
+
+@contextmanager
+def collectives_of_the_thread() -> Iterator[list[object]]:
+    """The groups that collectives of objects use outside of the main thread."""
+    found: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_object", "gather_object"):
+            function = getattr(dist, name)
+
+            def noting(*args: Any, function: Any = function, **kwargs: Any) -> Any:
+                if threading.current_thread() is not threading.main_thread():
+                    groups = [each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)]
+                    found.append(groups[0] if groups else None)
+                return function(*args, **kwargs)
+
+            patch.setattr(dist, name, noting)
+        yield found
+
+
+def groups_of_a_save(folder: Path) -> list[bool]:
+    """Whether each collective of the thread is over the saver's own group."""
+    saver = BackgroundSaver(Saved())
+    group = saver._group
+    with collectives_of_the_thread() as found:
+        saver.save(folder, 1, tensors_of(1.0), {}, keep_last=1)
+        saver.wait()
+    saver.close()
+    assert group not in dist.distributed_c10d._world.pg_map, "it is destroyed"
+    return [each is group for each in found]
+
+
+def test_the_thread_uses_no_group_of_the_training_loop(tmp_path):
+    assert ranks(2, groups_of_a_save, tmp_path) == [[True] * 3] * 2
+
+
+def open_without_a_network() -> str:
+    """The error on this rank if rank 1 cannot connect over gloo."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalith.checkpoint.background._TO_CONNECT", timedelta(seconds=2))
+        if dist.get_rank() == 1:
+            patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+        try:
+            BackgroundSaver(Saved())
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_that_cannot_connect_over_gloo_say_so_at_the_start():
+    for told in ranks(2, open_without_a_network):
+        assert told.startswith("saving in the background needs connections over gloo between all ranks: ")
+        assert "set GLOO_SOCKET_IFNAME to the network interface" in told
+        assert "checkpoint.async_save=false" in told
+    renew_ranks()  # these two have counted their groups differently
+
+
+def wait_after_an_error(folder: Path) -> list[str]:
+    """What rank 0 logs when it ends with an error while rank 1's writer hangs."""
+    with pytest.MonkeyPatch.context() as patch, held_writing() as go:
+        for name, seconds in (("_QUIET", 0.1), ("_AFTER_AN_ERROR", 0.3)):
+            patch.setattr(f"megalith.checkpoint.background.{name}", seconds)
+        told: list[str] = []
+        patch.setattr("megalith.checkpoint.background.log.info", lambda text, *values: told.append(text % values))
+        patch.setattr("megalith.checkpoint.background.log.warning", lambda text, *values: told.append(text % values))
+        saver = BackgroundSaver(Saved())
+        saver.save(folder, 1, tensors_of(1.0), {}, keep_last=1)
+        saver.close(KeyError("root"))
+        dist.barrier()
+        go.set()
+        assert saver._thread is not None
+        saver._thread.join()
+        return told
+
+
+def test_an_error_is_told_before_a_wait_that_has_an_end(tmp_path):
+    first, second = ranks(2, wait_after_an_error, tmp_path)
+    given_up = "the checkpoint of step 1 was not complete after half an hour, and is given up"
+    why = "this program has failed (KeyError: 'root') and waiting for the checkpoint of step 1, which is being written"
+    assert first == [why, given_up]
+    assert second == [given_up]
+
+
+def test_what_follows_a_save_may_fail_without_failing_the_save(tmp_path, caplog):
+    def fail(*_: Any) -> None:
+        raise BrokenPipeError
+
+    saver = BackgroundSaver(fail)
+    saver.save(tmp_path, 1, tensors_of(1.0), {}, keep_last=1)
+    saver.wait()
+    assert "the checkpoint of step 1 is saved, but what should follow has failed" in caplog.messages
+    assert (tmp_path / "step-00000001").is_dir()
+
+
+def test_a_script_that_ends_without_waiting_ends_with_its_checkpoint(tmp_path):
+    script = f"""
+import time, torch, megalith.checkpoint.save as module
+from megalith.checkpoint import BackgroundSaver
+write = module._write
+def slowly(*args):
+    time.sleep(1.0)
+    return write(*args)
+module._write = slowly
+BackgroundSaver(lambda *_: None).save({str(tmp_path)!r}, 1, {{"w": torch.ones(3)}}, {{}}, keep_last=1)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
 def save_both_ways(folder: Path) -> tuple[list[int], bool]:
@@ -125,7 +235,7 @@ def fail_on_rank_1(folder: Path, unexpected: bool) -> list[str]:
     """Errors of this rank: when it waits, waits again, and saves the next step. Rank 1's files may not be large."""
     saver, found = BackgroundSaver(Saved()), []
     tensor = distribute_tensor(torch.zeros(100_000), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-    saver.save(folder, 1, {"w": tensor}, {}, keep_last=2)  # it opens its group, which may write to a file too
+    saver.save(folder, 1, {"w": tensor}, {}, keep_last=2)
     saver.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 

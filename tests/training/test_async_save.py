@@ -1,5 +1,7 @@
 """checkpoint.async_save: the same run, whose checkpoints survive errors of training and whose own errors end it."""
 
+import os
+import signal
 import threading
 import time
 from typing import Any
@@ -13,7 +15,9 @@ import megalith.checkpoint.save
 from megalith.config import load_run
 from megalith.errors import MegalithError, RankFailedError, StorageError
 from megalith.observe.metrics import read_metrics
+from megalith.training import callbacks
 from megalith.training.dry_run import describe
+from megalith.training.evaluation import Evaluation
 from megalith.training.loop import Callback, FinishedStep, Outcome
 from megalith.training.pretrain import pretrain
 from megalith.training.run import Run
@@ -92,6 +96,36 @@ def test_a_failure_on_one_rank_ends_the_run_before_the_next_save_is_due(tmp_path
     assert set(ranks(2, run_here, {**tree, "train": {**tree["train"], "steps": 4}}, 2)) == {Outcome.DONE}
 
 
+def fail_in_the_last_save(tree: dict[str, Any]) -> tuple[str, str]:
+    return error_of(tree, fail_on_rank_1, AfterStep(4, lambda: None))
+
+
+def test_a_failure_of_the_last_save_ends_the_run_with_its_error(tmp_path):
+    tree = settings(tmp_path, parallel={"tensor": 2}, train={"steps": 4}, checkpoint={"every": 4, "async_save": True})
+    says = "step 4 was not saved and earlier checkpoints are unchanged: rank 1: the disk is full"
+    assert ranks(2, fail_in_the_last_save, tree) == [("StorageError", says)] * 2
+
+
+def run_with_held_out_losses(tree: dict[str, Any], losses: list[float]) -> Outcome:
+    found = iter(losses)
+
+    def evaluate(*_: Any, **__: Any) -> Evaluation:
+        return Evaluation(loss := next(found), {"lm": loss}, {"lm": 1}, 1, "tokens")
+
+    with patch.object(callbacks, "evaluate", evaluate):
+        return pretrain(load_run(tree), str, str)
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    tree = settings(tmp_path, train={"steps": 6, "evaluation": {"every": 2}})
+    tree["data"]["valid"] = tree["data"]["train"]
+    tree["checkpoint"] = {"every": 2, "keep": 1, "keep_best": True, "async_save": True}
+    assert ranks(1, run_with_held_out_losses, tree, [1.0, 3.0, 2.0]) == [Outcome.DONE]
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000002", "step-00000006"]
+    assert (folder / "best").read_text() == "step-00000002\n"
+
+
 def fail_while_saving(tree: dict[str, Any]) -> tuple[str, str]:
     """Rank 1 breaks down in step 3 while no rank has written its file of step 2."""
     go = threading.Event()
@@ -118,6 +152,29 @@ def test_a_run_that_fails_waits_for_the_checkpoint_that_is_being_written(num_ran
     assert saved_step(tree["run"]) == 2
 
 
+def stop_while_saving(tree: dict[str, Any]) -> Outcome:
+    """SIGTERM arrives in step 3, while nothing of the checkpoint of step 2 is written."""
+    config, go = load_run(tree), threading.Event()
+
+    def write(*args: Any) -> Any:
+        assert go.wait(60)
+        return WRITE(*args)
+
+    def ask() -> None:
+        threading.Timer(0.5, go.set).start()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with patch.object(megalith.checkpoint.save, "_write", write):
+        return pretrain(config, str, str, RunParts(PretrainGPT(config), callbacks=[AfterStep(3, ask)]))
+
+
+def test_a_run_that_is_asked_to_stop_completes_one_checkpoint_and_saves_another(tmp_path):
+    tree = settings(tmp_path, train={"steps": 9}, checkpoint={"every": 2, "async_save": True})
+    assert ranks(1, stop_while_saving, tree) == [Outcome.STOPPED]
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000002", "step-00000003"]
+
+
 def test_metrics_past_the_first_save_are_no_proof_that_it_was_complete(tmp_path):
     tree = settings(tmp_path, train={"steps": 9}, checkpoint={"every": 2, "async_save": True})
     ranks(1, run_here, tree, 1)
@@ -132,6 +189,17 @@ def test_metrics_past_the_first_save_are_no_proof_that_it_was_complete(tmp_path)
     (run / "metrics.jsonl").write_text("".join(lines[:5]))  # after it, which waited for the first
     with pytest.raises(MegalithError, match="this run has saved before"):
         refuse_if_saved(run, store, {})
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_short_run_that_was_killed_while_it_saved_begins_again(steps, tmp_path):
+    tree = settings(tmp_path, train={"steps": steps}, checkpoint={"every": 2, "async_save": True})
+    ranks(1, run_here, tree, 1)
+    run = tmp_path / "run"
+    (run / "saved.json").unlink()
+    for step in (run / "checkpoints").iterdir():
+        step.rename(tmp_path / step.name)
+    refuse_if_saved(run, megalith.checkpoint.save.open_store(run / "checkpoints"), {})
 
 
 def test_a_dry_run_says_how_much_memory_the_copies_take(tmp_path):

@@ -163,7 +163,7 @@ def test_an_error_of_one_rank_is_one_error_of_all(where, want, tmp_path):
 
 
 def error_when_a_peer_ends(tree: dict[str, Any], root_cause: Exception | None) -> list[str]:
-    """The error that ends a run, and its cause, if reading fails with ``root_cause`` and then the next collective."""
+    """The error that ends a run, its cause and its context: reading fails with ``root_cause``, then a collective."""
 
     def counts(*_: Any) -> dict[str, int]:
         if root_cause is not None:
@@ -177,15 +177,15 @@ def error_when_a_peer_ends(tree: dict[str, Any], root_cause: Exception | None) -
         try:
             pretrain(load_run(tree), str, str)
         except (KeyError, RuntimeError) as error:
-            return [repr(error), repr(error.__cause__)]
+            return [repr(error), repr(error.__cause__), repr(error.__context__)]
     return []
 
 
 def test_an_error_of_this_rank_is_not_lost_if_another_one_has_ended(tmp_path):
     tree = settings(tmp_path, train={"steps": 2})
     lost = "RuntimeError('connection closed by peer')"
-    assert ranks(1, error_when_a_peer_ends, tree, KeyError("root")) == [["KeyError('root')", lost]]
-    assert ranks(1, error_when_a_peer_ends, tree, None) == [[lost, "None"]]
+    assert ranks(1, error_when_a_peer_ends, tree, KeyError("root")) == [["KeyError('root')", "None", lost]]
+    assert ranks(1, error_when_a_peer_ends, tree, None) == [[lost, "None", "None"]]
 
 
 def run_with_held_out_losses(tree: dict[str, Any], losses: dict[int, float]) -> None:

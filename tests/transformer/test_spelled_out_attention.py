@@ -74,3 +74,42 @@ def test_keys_and_values_are_not_repeated_for_the_heads_of_a_group():
     with LiveMemory() as memory:
         attend(q, k, v, Scores(), seen)
     assert memory.largest <= 4 * 32 * 4 * 512  # the scores; 32 copies of the keys would be four times as large
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch's forward mode
+def test_16_bit_scores_have_second_derivatives_and_those_of_torch_func():
+    q, k, v, dout = inputs(1.0, torch.bfloat16)
+
+    def loss(q: Tensor) -> Tensor:
+        return (ours(q, k, v).float() * dout.float()).sum()
+
+    want = with_gradients(ours, q, k, v, dout)[1]
+    torch.testing.assert_close(torch.func.grad(loss)(q), want, rtol=2e-2, atol=2e-2)
+    _, along = torch.func.jvp(loss, (q,), (torch.ones_like(q),))
+    torch.testing.assert_close(along, want.float().sum(), rtol=2e-2, atol=0.5)
+    leaf = q.clone().requires_grad_()
+    (dq,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(dq.float().square().sum(), leaf)
+    wide = [x.double() for x in (q, k, v, dout)]
+    exact = wide[0].clone().requires_grad_()
+    (dq,) = torch.autograd.grad((ours(exact, *wide[1:3]) * wide[3]).sum(), exact, create_graph=True)
+    (want,) = torch.autograd.grad(dq.square().sum(), exact)
+    assert (second.double() - want).norm() / want.norm() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_scores_are_wide(dtype):
+    q, k, v, _ = inputs(6.0, dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ours(q, k, v)
+    assert errors([found], [ours(*(x.double() for x in (q, k, v)))])[0] < (3e-3 if dtype == torch.bfloat16 else 3e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_they_are_those_of_the_cpu(dtype):
+    given = inputs(3.0, dtype)
+    on_gpu = with_gradients(lambda q, k, v: attend(q, k, v, Scores(), CAUSAL.cuda()), *(x.cuda() for x in given))
+    exact = with_gradients(ours, *(x.double() for x in given))
+    for error in errors([x.cpu() for x in on_gpu], exact):
+        assert error < 4 * torch.finfo(dtype).eps

@@ -4,8 +4,10 @@ Only the copy keeps training waiting. The ranks agree through a gloo group of th
 that a save needs no collective of the training loop. At most one save is being written at a time.
 """
 
+import atexit
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from time import perf_counter
@@ -16,15 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.checkpoint.save import StagedCheckpoint, stage_checkpoint
+from megalith.errors import ConfigError
 from megalith.storage import Location, Store
 from megalith.topology.agreement import rank, world_size
+from megalith.torch_compat.distributed import new_group, set_timeout
 
 __all__ = ["BackgroundSaver"]
 
 log = logging.getLogger(__name__)
 
 _QUIET = 2.0  # seconds to wait for the thread without a word
-_SLOWEST = timedelta(days=1)  # a rank waits for the slowest writer; gloo notices at once if that one has died
+_TO_CONNECT = timedelta(minutes=5)
+_SLOWEST = timedelta(days=1)  # a rank waits for the slowest writer, at the pace of its disk
+_AFTER_AN_ERROR = 1800.0  # seconds to wait in ``close``: a peer that hangs would never let this rank report its error
 
 
 class BackgroundSaver:
@@ -33,17 +39,22 @@ class BackgroundSaver:
     The copies need as much CPU memory as a rank writes, and are kept for the next save.
 
     Args:
-        on_saved: called in the thread, on rank 0, with the step, the checkpoint and the seconds that writing took.
+        on_saved: called in the thread, on rank 0, with the step, the checkpoint and the seconds that writing took. Its
+            errors are logged.
+
+    Raises:
+        ConfigError: the ranks cannot connect over gloo.
     """
 
     def __init__(self, on_saved: Callable[[int, Store, float], None]) -> None:
         self._on_saved = on_saved
         self._copies: dict[str, Tensor] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._group = _group_of_all() if world_size() > 1 else None
         self._thread: Thread | None = None
         self._step = -1
         self._error: BaseException | None = None
-        self._told = False  # whether the error was raised
+        self._was_raised = False
+        atexit.register(self.close)  # for a script that ends without it
 
     def save(
         self,
@@ -63,11 +74,9 @@ class BackgroundSaver:
             StorageError, CheckpointError: on every rank; this save could not begin, or the previous one failed.
         """
         self.wait()
-        if self._group is None and world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=_SLOWEST)
         staged = stage_checkpoint(folder, step, tensors, state, keep_last=keep_last, best=best, copied=self._copied)
         self._step = step
-        # a daemon: an exit that does not pass through close, such as os._exit in a signal handler, must not wait
+        # a daemon: at the end of the program, ``close`` waits for it, but not without limit
         self._thread = Thread(target=self._publish, args=(staged,), name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
 
@@ -78,25 +87,41 @@ class BackgroundSaver:
 
     def wait(self) -> None:
         """Returns once nothing is being written. Raises the error of a save that has failed, on every rank."""
-        self._join()
+        self._join("waiting for")
         if self._error is not None:
-            self._told = True
+            self._was_raised = True
             raise self._error
 
-    def close(self) -> None:
-        """Waits until nothing is being written; for a run that ends with an error, so it only logs that of a save."""
-        self._join()
-        if self._error is not None and not self._told:
-            log.warning("%s", self._error)
+    def close(self, because: BaseException | None = None) -> None:
+        """Waits until nothing is being written, for at most half an hour; afterwards nothing can be saved.
 
-    def _join(self) -> None:
-        if self._thread is None:
+        An error of a save is logged unless it was raised. ``because``: the error with which the program ends, which is
+        logged before a long wait.
+        """
+        atexit.unregister(self.close)
+        ends = "" if because is None else f"this program has failed ({type(because).__name__}: {because}) and "
+        if not self._join(f"{ends}waiting for", _AFTER_AN_ERROR):
+            log.warning("the checkpoint of step %d was not complete after half an hour, and is given up", self._step)
             return
+        if self._error is not None and not self._was_raised and str(self._error) != str(because):
+            log.warning("%s", self._error)
+        if self._group is not None and dist.is_initialized():
+            with suppress(ValueError):  # already destroyed with the default group
+                dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _join(self, what: str, seconds: float | None = None) -> bool:
+        """Returns whether the thread has ended within ``seconds``; without a limit it always has."""
+        if self._thread is None:
+            return True
         self._thread.join(_QUIET)
         if self._thread.is_alive() and rank() == 0:
-            log.info("waiting for the checkpoint of step %d, which is being written", self._step)
-        self._thread.join()
+            log.info("%s the checkpoint of step %d, which is being written", what, self._step)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            return False
         self._thread = None
+        return True
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies ``tensors`` to CPU memory, that of the previous copies where these have the same shape and dtype."""
@@ -113,7 +138,23 @@ class BackgroundSaver:
         started = perf_counter()
         try:
             staged.publish(self._group)
-            if rank() == 0:
-                self._on_saved(self._step, staged.store / staged.name, perf_counter() - started)
         except BaseException as error:  # raised by wait, on the thread of the training loop
             self._error = error
+            return
+        if rank() == 0:
+            try:
+                self._on_saved(self._step, staged.store / staged.name, perf_counter() - started)
+            except Exception:  # the checkpoint is complete, and the other ranks know nothing of this
+                log.exception("the checkpoint of step %d is saved, but what should follow has failed", self._step)
+
+
+def _group_of_all() -> dist.ProcessGroup:
+    try:
+        group = new_group(range(world_size()), "gloo", _TO_CONNECT, None)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"saving in the background needs connections over gloo between all ranks: {error}; set GLOO_SOCKET_IFNAME "
+            "to the network interface that the machines share, or set checkpoint.async_save=false"
+        ) from error
+    set_timeout(group, _SLOWEST)
+    return group

@@ -36,8 +36,6 @@ from megalith.transformer.layer_context import FIRST_ROOM, KVCache
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "check_tokens", "generate", "stream"]
 
-# tokens per row that memory is first allocated for, beyond the prompt; it doubles whenever it is full
-
 # (row, its newest token) -> whether the text ends with that token
 Stop = Callable[[int, int], bool]
 
@@ -82,8 +80,8 @@ def generate(
     """Returns up to ``max_new_tokens`` tokens after each of ``prompts``, stopping before one of ``end_tokens``.
 
     A text also ends when learned positions run out. The same seed gives the same text on one device type, alone and in
-    any batch, up to rounding of the logits, unless experts have a capacity, for which texts compete. All ranks of the
-    model must call this together, with the same arguments.
+    any batch, up to rounding of the logits, unless experts have a capacity, for which texts compete, also those that
+    have ended. All ranks of the model must call this together, with the same arguments.
 
     Args:
         seeds: one random seed per text; by default 0, 1, 2 ...

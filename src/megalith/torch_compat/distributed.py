@@ -3,6 +3,7 @@
 all_gather_single, reduce_scatter_single    new in 2.13, which deprecates all_gather_into_tensor, reduce_scatter_tensor
 distributed_c10d._process_group_name        private; names a new process group
 distributed_c10d._get_default_group()       private; its bound_device_id decides how NCCL groups are created
+distributed_c10d._set_pg_timeout()          private; changes the timeout of a process group
 FSDPModule._get_fsdp_state()                private; ends a backward manually
 torch.distributed.fsdp...ReduceScatter      private; the base of custom reductions of FSDP2
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
@@ -30,6 +31,7 @@ __all__ = [
     "fake_ranks",
     "new_group",
     "reduce_scatter_into",
+    "set_timeout",
     "symmetric_memory",
 ]
 
@@ -70,6 +72,11 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> N
     As everywhere in torch.distributed, None is the default group.
     """
     _reduce_scatter(out, x, group=group)
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Changes the timeout of later collectives over ``group``."""
+    distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def end_backward(root: FSDPModule) -> None:

@@ -43,16 +43,20 @@ class _LiveBytes(TorchDispatchMode):
         super().__init__()
         self.counted = self.peak = 0  # bytes of what is not left out
         self._left_out = self._largest = 0
+        self._num_calls, self._peak_at = 0, -1
         self._sizes: dict[int, int] = {}  # by the address of the storage
+        self._seen_at: dict[int, int] = {}  # in which call each was first seen
         self._not_counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self._num_calls += 1
         for each in tree_leaves(result):
             if isinstance(each, Tensor):
                 self._follow(each)
         if self.counted + self._left_out > self._largest:
             self._largest, self.peak = self.counted + self._left_out, self.counted
+            self._peak_at = self._num_calls
         return result
 
     def leave_out(self, tensor: Tensor) -> None:
@@ -62,8 +66,8 @@ class _LiveBytes(TorchDispatchMode):
             self._not_counted.add(key)
             self.counted -= self._sizes[key]
             self._left_out += self._sizes[key]
-            if self.counted + self._left_out == self._largest:  # it was counted at the peak, which is now
-                self.peak = self.counted
+            if self._seen_at[key] <= self._peak_at:  # alive then, and counted
+                self.peak -= self._sizes[key]
 
     def leave_out_gradient(self, parameter: Tensor) -> None:
         """``leave_out`` for the gradient of ``parameter``."""
@@ -75,12 +79,14 @@ class _LiveBytes(TorchDispatchMode):
         key: int = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
+            self._seen_at[key] = self._num_calls
             self.counted += storage.nbytes()
             weakref.finalize(storage, self._forget, key)  # its object lives as long as the memory
         return key
 
     def _forget(self, key: int) -> None:
         size = self._sizes.pop(key)
+        del self._seen_at[key]
         if key in self._not_counted:
             self._not_counted.remove(key)
             self._left_out -= size

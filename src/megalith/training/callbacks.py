@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -28,7 +27,7 @@ from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.expert_loads import experts_record
 from megalith.training.loop import Callback, FinishedStep, Outcome
 from megalith.training.memory import memory_so_far
-from megalith.training.resume import note_saved, save
+from megalith.training.resume import save
 from megalith.training.run import Run
 
 __all__ = ["Checkpoints", "HeldOutLoss", "Metrics", "TextSamples"]
@@ -222,15 +221,15 @@ class Checkpoints(Callback):
 
     With ``checkpoint.keep_best``, also keeps the checkpoint with the lowest held-out loss besides the newest ones. With
     several validation sets, the first one decides. With ``checkpoint.async_save``, all but the last one are written
-    while training continues; ``close`` waits for the one being written, also when the run ends with an error.
+    by ``background``, while training continues.
     """
 
-    def __init__(self, run: Run, metrics: Metrics) -> None:
+    def __init__(self, run: Run, metrics: Metrics, background: BackgroundSaver | None = None) -> None:
         self.metrics = metrics
         self.every, self.keep = run.config.checkpoint.every, run.config.checkpoint.keep
         config = run.config.checkpoint
         self.keep_best = config.keep_best
-        self.background = BackgroundSaver(partial(note_saved, run.folder)) if config.async_save else None
+        self.background = background
         self.saved_step = run.state.step
         # (loss, step); only rank 0 knows the losses of earlier starts, and only rank 0 removes checkpoints
         self.best = _best_so_far(run) if self.keep_best and dist.get_rank() == 0 else None
@@ -241,18 +240,14 @@ class Checkpoints(Callback):
         elif self.background is not None and self.background.failed:
             with attempt() as saving:  # ranks may notice at different steps; the next step's totals gather them
                 self.background.wait()
-            run.pending = saving
+            if not run.pending.failed:
+                run.pending = saving
 
     def on_end(self, run: Run, outcome: Outcome) -> None:
         if self.background is not None:
             self.background.wait()
         if run.state.step != self.saved_step:
             self._save(run, None)
-
-    def close(self) -> None:
-        """Waits until no checkpoint is being written."""
-        if self.background is not None:
-            self.background.close()
 
     def _save(self, run: Run, background: BackgroundSaver | None) -> None:
         with self.metrics.timed(run, "checkpoint", self.every) as time:

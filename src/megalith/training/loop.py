@@ -67,9 +67,9 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
         trouble = run.pending if run.pending.failed else reading
         try:
             totals = sum_totals(run, counts, stop.reason is not None, trouble.failed)
-        except Exception as lost:  # another rank has ended, perhaps because of what happened here
+        except Exception:  # another rank has ended, perhaps because of what happened here
             if trouble.error is not None:
-                raise trouble.error from lost
+                raise trouble.error  # noqa: B904  # the other one is its context; it keeps its cause
             raise
         if totals.failed:
             trouble.settle()

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
+from megalith.checkpoint.background import BackgroundSaver
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
 from megalith.fusions.core.preference import without_compiling
@@ -26,7 +28,7 @@ from megalith.training.expert_loads import CollapseAlarm
 from megalith.training.freed_memory import FreedMemory
 from megalith.training.loop import Callback, Outcome, train
 from megalith.training.process_group import choose_device, process_group
-from megalith.training.resume import resume_or_load
+from megalith.training.resume import note_saved, resume_or_load
 from megalith.training.run import Run
 from megalith.training.run_folder import keep_settings, keep_tokenizer
 from megalith.training.setup import RunParts, build_run
@@ -73,11 +75,12 @@ def pretrain(
         if beginning.is_done:
             _show_all(beginning.lines, show)
             return Outcome.WAS_DONE
+        background = _background_saver(run, stack)
         energy = None if source is None else EnergyOfSteps(EnergyMonitor(source, device), run.consumed_tokens)
         with agreed():
             trackers = _trackers(run, stack)
             metrics = stack.enter_context(closing(Metrics(run, show, show_progress, trackers, energy)))
-            callbacks = _callbacks(run, metrics, parts, stack)
+            callbacks = _callbacks(run, metrics, parts, background)
             if dist.get_rank() == 0:
                 keep_settings(run)
                 keep_tokenizer(run)
@@ -108,9 +111,23 @@ def _energy_source(config: RunConfig, device: torch.device, stack: ExitStack) ->
     return source
 
 
-def _callbacks(run: Run, metrics: Metrics, parts: RunParts | None, stack: ExitStack) -> list[Callback]:
-    """Returns the callbacks of a run in their order; ``stack`` waits for a checkpoint that is still being written."""
-    checkpoints = stack.enter_context(closing(Checkpoints(run, metrics)))
+def _background_saver(run: Run, stack: ExitStack) -> BackgroundSaver | None:
+    """Returns what writes checkpoints while training continues, if the run wants it. Collective.
+
+    ``stack`` waits for a checkpoint that is being written, also when the run ends with an error.
+    """
+    if not run.config.checkpoint.async_save:
+        return None
+    saver = BackgroundSaver(partial(note_saved, run.folder))
+    stack.push(lambda kind, error, trace: saver.close(error))
+    return saver
+
+
+def _callbacks(
+    run: Run, metrics: Metrics, parts: RunParts | None, background: BackgroundSaver | None
+) -> list[Callback]:
+    """Returns the callbacks of a run, in their order."""
+    checkpoints = Checkpoints(run, metrics, background)
     ours = (HeldOutLoss(run, metrics), TextSamples(run, metrics), checkpoints, CollapseAlarm())
     return [metrics, *ours, *(parts.callbacks if parts else ()), FreedMemory(run)]
 

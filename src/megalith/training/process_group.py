@@ -15,9 +15,9 @@ from megalith.training.torchrun_environment import check_rendezvous, launched_ra
 
 __all__ = ["choose_device", "process_group", "world_size_from_environment"]
 
-# ranks wait for one that hashes or writes a large file alone, such as the single file of an imported checkpoint; a
-# stalled step is noticed sooner, by the groups of the layout, which have torch's default
-_SLOWEST = timedelta(hours=2)
+# of collectives over all ranks, which wait for one that hashes or writes a large file alone, such as the single file of
+# an imported checkpoint; NCCL's own default is ten minutes
+_SLOWEST = timedelta(minutes=30)
 
 
 def world_size_from_environment() -> int:

@@ -63,7 +63,7 @@ def _known_to_save_at(run_folder: Path) -> int | None:
     """Returns the step whose record proves that the run has saved; None if its settings cannot be read.
 
     A run saves at its last step. At an earlier one it may have been killed between record and save, so the next record
-    is the proof; with ``checkpoint.async_save`` the one after the second save, which waits for the first.
+    is the proof; with ``checkpoint.async_save`` only the one after the second save, which waits for the first.
     """
     settings = recorded_settings(run_folder)
     if settings is None:
@@ -73,7 +73,7 @@ def _known_to_save_at(run_folder: Path) -> int | None:
         return None
     if not isinstance(every, int):
         return steps
-    return min(steps, (2 * every if look_up(settings, "checkpoint.async_save") else every) + 1)
+    return 2 * every + 1 if look_up(settings, "checkpoint.async_save") else min(steps, every + 1)
 
 
 def _why(checkpoints: Store, name: str) -> str:

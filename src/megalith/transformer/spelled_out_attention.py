@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megalith.numerics.dropout import Dropout, attention_dropout
 
@@ -91,26 +90,42 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     if q.dtype.itemsize < 4:
         scores: Tensor = _WideScores.apply(q, k, scale)
         return scores
-    scores = q @ k.mT
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))  # under autocast the product is narrower
     return scores if scale == 1.0 else scores * scale
 
 
 class _WideScores(Function):
     """Scores of 16-bit q and k that are not rounded to 16 bits, in which they may overflow before they are scaled."""
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(q, k)
-        ctx.scale = scale
-        if q.device.type == "cuda":
-            scores = torch.bmm(q, k.mT, out_dtype=torch.float32)
-        else:
-            scores = torch.bmm(q.float(), k.float().mT)
-        return scores if scale == 1.0 else scores.mul_(scale)
+    generate_vmap_rule = True
 
     @staticmethod
-    @once_differentiable
+    def forward(q: Tensor, k: Tensor, scale: float) -> Tensor:
+        scores = _wide_product(q, k)
+        return scores if scale == 1.0 else scores * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        q, k, ctx.scale = inputs
+        ctx.save_for_backward(q, k)
+        ctx.save_for_forward(q, k)
+
+    @staticmethod
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor, Tensor, None]:
         q, k = ctx.saved_tensors
         dproduct = (dscores if ctx.scale == 1.0 else dscores * ctx.scale).to(q.dtype)
         return torch.bmm(dproduct, k), torch.bmm(dproduct.mT, q), None
+
+    @staticmethod
+    def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, _: None) -> Tensor | None:
+        q, k = ctx.saved_tensors
+        parts = [_wide_product(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
+        return ctx.scale * sum(parts[1:], start=parts[0]) if parts else None
+
+
+def _wide_product(q: Tensor, k: Tensor) -> Tensor:
+    """Returns q k^T in float32, for 16-bit q [N, R, D] and k [N, Sk, D]."""
+    if q.device.type == "cuda":
+        return torch.bmm(q, k.mT, out_dtype=torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        return torch.bmm(q.float(), k.float().mT)

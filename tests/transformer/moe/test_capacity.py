@@ -65,11 +65,14 @@ def test_padding_takes_no_room_of_others():
     assert not routing.weights[~real].any()
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.0, 1.1, 1.25, 100.0])
-def test_the_capacity_of_real_tokens_is_that_of_as_many_without_padding(factor):
-    for num_real in range(T + 1):
-        real = torch.arange(T) < num_real
-        assert capacity_of_real_tokens(real, K, E, factor).item() == expert_capacity(num_real, K, E, factor)
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.1, 1.25, 4 / 3, 1.3333, 100.0])
+@pytest.mark.parametrize(("num_experts", "top_k", "longest"), [(E, K, T), (8, 2, 4096), (128, 8, 131072)])
+def test_the_capacity_of_real_tokens_is_that_of_as_many_without_padding(factor, num_experts, top_k, longest):
+    for num_real in range(0, longest + 1, -(-longest // 50)):
+        real = torch.arange(longest) < num_real
+        found = capacity_of_real_tokens(real, top_k, num_experts, factor).item()
+        assert found == expert_capacity(num_real, top_k, num_experts, factor)
+        assert -1e-6 < found - factor * num_real * top_k / num_experts < 1.0 or found == num_real
 
 
 def test_capacity_is_a_share_rounded_up_and_at_most_all_tokens():

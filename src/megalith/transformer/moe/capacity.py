@@ -66,7 +66,8 @@ def fixed_row_map(indices: Tensor, num_experts: int, capacity: int) -> RowMap:
 
 
 def _share(top_k: int, num_experts: int, factor: float) -> Fraction:
-    return Fraction(str(factor)) * top_k / num_experts  # 1.1 is exactly eleven tenths
+    # 1.1 is exactly eleven tenths, and 1.3333333333333333 four thirds: small numbers, whose products fit into int64
+    return Fraction(str(factor)).limit_denominator(10**6) * top_k / num_experts
 
 
 def _rank_in_expert(indices: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:
