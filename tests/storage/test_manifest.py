@@ -5,12 +5,23 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megalith.errors import CheckpointError, StorageError
-from megalith.storage import MANIFEST, FileRecord, LocalStore, has_all_files, manifest_of, read_manifest, record_of
+from megalith.storage import (
+    MANIFEST,
+    FileRecord,
+    LocalStore,
+    Recorder,
+    has_all_files,
+    manifest_of,
+    read_manifest,
+    record_of,
+)
 
 # FIPS 180-4's example: one block, "abc"
 ABC = FileRecord(3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
@@ -116,3 +127,30 @@ def test_a_disk_that_does_not_answer_is_not_taken_for_damage(folder, monkeypatch
     monkeypatch.setattr(Path, "read_bytes", fail_on(read_bytes))
     with pytest.raises(StorageError, match=r"cannot read .*: Input/output error; check the disk"):
         has_all_files(LocalStore(folder))
+
+
+@pytest.mark.parametrize("sizes", [[0, 5, 0], [(1 << 20) - 1, 1 << 20, 3], [(70 << 20) + 7, 1, 33 << 20]], ids=str)
+def test_a_file_of_large_parts_is_written_and_hashed_as_a_whole(sizes, tmp_path):
+    content = np.random.default_rng(1).bytes(sum(sizes))
+    ends = np.cumsum(sizes).tolist()
+
+    def parts() -> Iterator[memoryview]:
+        for size, end in zip(sizes, ends, strict=True):
+            part = bytearray(content[end - size : end])
+            yield memoryview(part)
+            part[:] = bytes(size)  # as a buffer that is used again
+
+    recorder = Recorder(parts())
+    LocalStore(tmp_path).write("file", recorder)
+    assert (tmp_path / "file").read_bytes() == content
+    assert recorder.record() == FileRecord(len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_a_disk_that_fails_while_more_is_written_is_an_error(tmp_path, monkeypatch):
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("megalith.storage.local_store._flush", fail)
+    with pytest.raises(StorageError, match="cannot write .*/file: Input/output error"):
+        LocalStore(tmp_path).write("file", [bytes(40 << 20)] * 2)
+    LocalStore(tmp_path).write("small", [bytes(1 << 20)] * 2)  # flushed as a whole

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megalith.errors import StorageError
@@ -13,9 +14,12 @@ from megalith.storage.atomic import fsync_folder, publish_file, publish_folder
 from megalith.storage.failures import explained
 from megalith.storage.free_space import require_free_bytes
 from megalith.storage.store import MANIFEST, Buffer, Store, hidden
+from megalith.storage.worker import Worker
 
 __all__ = ["LocalStore"]
 
+_FLUSHED = 32 << 20  # bytes of a file that are sent to the disk while more are written
+_flush = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 _PART = 1 << 18  # bytes; small enough to stay in a core's cache while it is hashed
 
 
@@ -82,10 +86,16 @@ class LocalStore(Store):
 
     def write(self, name: str, parts: Iterable[Buffer]) -> None:
         path = self.path / name
-        with explained("write", path), path.open("wb") as file:
+        with explained("write", path), path.open("wb") as file, Worker() as flusher:
+            num_unflushed = 0
             for part in parts:
                 file.write(part)
+                num_unflushed += len(part)
+                if num_unflushed >= _FLUSHED and flusher.is_idle():  # else the disk would idle until all is written
+                    flusher.submit(partial(_flush, file.fileno()))
+                    num_unflushed = 0
             file.flush()
+            flusher.wait()
             os.fsync(file.fileno())
 
     def remove(self, name: str) -> None:

@@ -7,14 +7,17 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from megalith.errors import CheckpointError, MissingFileError
 from megalith.storage.store import MANIFEST, Buffer, Store
+from megalith.storage.worker import Worker
 
 __all__ = ["FileRecord", "Recorder", "has_all_files", "manifest_of", "read_manifest", "record_of"]
 
 _FORMAT = "megalith checkpoint"
 _VERSION = 1
+_BLOCK, _SMALL = 32 << 20, 1 << 20  # bytes
 _MOST_BYTES = 1 << 26  # about 150 per listed file
 
 
@@ -27,7 +30,10 @@ class FileRecord:
 
 
 class Recorder:
-    """Iterates over ``parts`` and hashes them; ``record()`` returns size and SHA-256 of what was consumed."""
+    """Iterates over ``parts``, in blocks, and hashes them; ``record()`` returns size and SHA-256 of what was consumed.
+
+    A large block is hashed in a thread while the consumer writes it.
+    """
 
     def __init__(self, parts: Iterable[Buffer]) -> None:
         self._parts = parts
@@ -35,10 +41,17 @@ class Recorder:
         self._num_bytes = 0
 
     def __iter__(self) -> Iterator[Buffer]:
-        for part in self._parts:
-            self._sha256.update(part)
-            self._num_bytes += len(part)
-            yield part
+        with Worker() as hasher:
+            for part in self._parts:
+                for start in range(0, len(part), _BLOCK):
+                    with memoryview(part)[start : start + _BLOCK] as block:
+                        self._num_bytes += len(block)
+                        if len(block) < _SMALL:
+                            self._sha256.update(block)
+                        else:
+                            hasher.submit(partial(self._sha256.update, block))
+                        yield block
+                        hasher.wait()  # the part may be overwritten or freed
 
     def record(self) -> FileRecord:
         """Returns size and SHA-256 of all parts consumed so far."""
