@@ -151,6 +151,6 @@ def test_a_disk_that_fails_while_more_is_written_is_an_error(tmp_path, monkeypat
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("megalith.storage.local_store._flush", fail)
-    with pytest.raises(StorageError, match="cannot write .*/file: Input/output error"):
+    with pytest.raises(StorageError, match=r"cannot write .*/file: Input/output error"):
         LocalStore(tmp_path).write("file", [bytes(40 << 20)] * 2)
     LocalStore(tmp_path).write("small", [bytes(1 << 20)] * 2)  # flushed as a whole
