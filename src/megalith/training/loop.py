@@ -69,7 +69,7 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
             totals = sum_totals(run, counts, stop.reason is not None, trouble.failed)
         except Exception:  # another rank has ended, perhaps because of what happened here
             if trouble.error is not None:
-                raise trouble.error  # noqa: B904  # the other one is its context; it keeps its cause
+                raise trouble.error from trouble.error.__cause__
             raise
         if totals.failed:
             trouble.settle()
