@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.config.data_mistakes import DATA_MISTAKES
 from tests.config.fp8_mistakes import FP8_MISTAKES
 from tests.config.kind_mistakes import KIND_MISTAKES
 from tests.config.mistake import Mistake
@@ -28,6 +29,7 @@ MISTAKES = [
     *OPTION_MISTAKES,
     *MOE_MISTAKES,
     *KIND_MISTAKES,
+    *DATA_MISTAKES,
     *FP8_MISTAKES,
     # names
     Mistake({"train.lr": 0.1}, r"there is no setting train.lr; did you mean optim.lr\? remove train.lr"),

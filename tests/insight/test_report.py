@@ -311,6 +311,14 @@ def test_energy_is_a_tile_where_it_was_measured(tmp_path):
     assert "Energy" not in page_with(tmp_path / "without", record(1)).text
 
 
+def test_damaged_counts_of_datasets_leave_their_rows_out(tmp_path):
+    read = {"web": {"samples": 3, "epochs": 0.5}, "co<de": {"samples": 1, "epochs": 2}, "a": {"samples": "x"}, "b": 3}
+    text = page_with(tmp_path / "some", record(1, datasets=read)).text
+    assert "read up to the last step\nweb\n3 samples\n75.0%\n0.5 epochs\nco<de\n" in text
+    for damaged in ({}, 3, {"a": None}):
+        assert "Training data" not in page_with(tmp_path / f"none {damaged}", record(1, datasets=damaged)).text
+
+
 def test_named_validation_sets_are_a_table_of_last_and_lowest_losses(tmp_path):
     losses = {1: {"web": 2.0, "co<de": 1.0}, 2: {"web": 2.5, "co<de": math.nan}}
     records = [

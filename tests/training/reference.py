@@ -1,5 +1,6 @@
 """An independent implementation of a run: one process, no sharding, no micro-batches, torch's own optimizer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megalith.config import RunConfig, load_run
-from megalith.data.gpt_dataset import GPTDataset
+from megalith.data.gpt_dataset import GPTDataset, GPTSample
+from megalith.data.samples import Samples
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.numerics.tolerance import LAYOUT_FLOAT64, gradient_error
@@ -32,8 +34,11 @@ class Trajectory:
         return any(not torch.equal(self.initial[name].float(), w.float()) for name, w in other.initial.items())
 
 
-def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
-    """The first steps of the run that ``tree`` describes, each global batch in one forward."""
+def reference(tree: dict[str, Any], num_steps: int = 2, samples: Sequence[GPTSample] = ()) -> Trajectory:
+    """The first steps of the run that ``tree`` describes, each global batch in one forward.
+
+    ``samples``: those that the run reads, if they are not those of one dataset.
+    """
     config = load_run(tree)
     torch.manual_seed(0)
     model = GPTModel(config.model, BuildOptions(ProcessGroupCollection.single(), torch.float64), seed=config.train.seed)
@@ -46,7 +51,7 @@ def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
     if config.model.mup is not None:
         groups = _groups_of_mup(named, config)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.adamw.betas, eps=optim.adamw.eps)
-    dataset = GPTDataset(config.data.train, config.data.seq_length, config.train.seed)
+    dataset = samples or GPTDataset(config.data.train, config.data.seq_length, config.train.seed)
     found = Trajectory(initial={name: p.detach().clone() for name, p in named.items()})
     for step in range(num_steps):
         record = StepRecord(1.0)
@@ -81,7 +86,9 @@ def _groups_of_mup(named: dict[str, Tensor], config: RunConfig) -> list[dict[str
     return groups
 
 
-def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int, record: MicroBatchRecord) -> Tensor:
+def _loss(
+    model: GPTModel, config: RunConfig, dataset: Samples[GPTSample], step: int, record: MicroBatchRecord
+) -> Tensor:
     G, S = config.train.global_batch_size, config.data.seq_length
     samples = [dataset[step * G + row] for row in range(G)]
     tokens, labels = (torch.tensor([list(getattr(s, name)) for s in samples]) for name in ("tokens", "labels"))

@@ -104,6 +104,18 @@ def test_a_run_resumed_in_the_middle_of_a_ramp_takes_the_same_batches():
         assert whole[:stop] + batches(sum(whole[:stop]), 40 - stop) == whole
 
 
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), max_size=5), st.integers(0, 60))
+def test_the_samples_of_the_first_steps_are_counted_without_taking_them(gaps, num_steps):
+    stages, first = [BatchSizeStage(0, 7)], 0
+    for gap, batch in gaps:
+        first += gap
+        stages.append(BatchSizeStage(first, batch))
+    calculator, consumed = NumMicroBatchesCalculator(stages, 1, 1), 0
+    for _ in range(num_steps):
+        consumed += calculator.global_batch_size(consumed)
+    assert calculator.consumed_after(num_steps) == consumed
+
+
 def test_the_calculator_of_a_run_follows_its_settings():
     constant = build_num_microbatches_calculator(load_run("llama-4m"), 2)
     assert (constant.global_batch_size(0), constant.num_microbatches(0)) == (16, 4)

@@ -4,6 +4,7 @@ from megalith.config import experimental
 from megalith.config.attention_config import AttentionConfig
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.bert_config import BertConfig
+from megalith.config.data_config import BlendPhaseConfig, DataConfig, train_setting, valid_setting
 from megalith.config.dispatch_config import DispatchConfig
 from megalith.config.fill_in_the_middle_config import FillInTheMiddleConfig
 from megalith.config.fp8_config import FP8Config
@@ -32,7 +33,6 @@ from megalith.config.rope_config import RopeConfig, RopeScalingConfig
 from megalith.config.router_config import RouterConfig
 from megalith.config.run_config import (
     CheckpointConfig,
-    DataConfig,
     EvaluationConfig,
     GenerationConfig,
     LossScaleConfig,
@@ -40,7 +40,6 @@ from megalith.config.run_config import (
     RunConfig,
     TrainConfig,
     batch_size_stages,
-    valid_setting,
 )
 from megalith.config.schema import json_schema
 from megalith.config.suggestions import violations
@@ -52,6 +51,7 @@ __all__ = [
     "AttentionConfig",
     "BatchSizeStage",
     "BertConfig",
+    "BlendPhaseConfig",
     "CapacityConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -95,6 +95,7 @@ __all__ = [
     "preset_names",
     "read_tree",
     "recipe_names",
+    "train_setting",
     "valid_setting",
     "violations",
 ]

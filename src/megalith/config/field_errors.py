@@ -10,16 +10,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megalith.config.batch_size_schedule import mend_batch_size_schedule
+from megalith.config.data_config import PREFIX_KINDS
 from megalith.config.dotted import look_up, parent
 from megalith.config.draft import Fix, Violation
 from megalith.config.moved import MOVED
 from megalith.config.nearest import nearest_group, nearest_setting
-from megalith.config.optim_config import ParamGroupOverride
 from megalith.config.recipes import preset_names
 from megalith.config.relevance import CONDITIONS, has_effect
-from megalith.config.run_config import VALID_KINDS, RunConfig
+from megalith.config.run_config import RunConfig
 from megalith.config.settings_group import FIELDS_ALONE
-from megalith.config.settings_tree import FIELDS, GROUPS, applied, values_of
+from megalith.config.settings_tree import ENTRIES, FIELDS, GROUPS, applied, values_of
 from megalith.config.yaml_text import read_yaml
 from megalith.errors import ConfigError
 
@@ -76,7 +76,7 @@ def _place(error: ErrorDetails) -> tuple[str, tuple[int | str, ...]]:
     while depth < len(loc) and ".".join(map(str, loc[:depth])) in GROUPS:
         depth += 1
     inside = loc[depth:]
-    if inside and inside[0] in VALID_KINDS:
+    if inside and inside[0] in PREFIX_KINDS:
         inside = inside[1:2]  # without the marker of an error about a key
     return ".".join(map(str, loc[:depth])), inside
 
@@ -130,7 +130,7 @@ def _malformed_inside(
     fixes: list[Fix] = []
     if isinstance(index, int) and field and isinstance(entries[index], Mapping):
         without = {key: value for key, value in entries[index].items() if key != field[0]}
-        near = get_close_matches(str(field[0]), ParamGroupOverride.model_fields, 1)
+        near = get_close_matches(str(field[0]), ENTRIES[name].model_fields, 1)
         mended = [{**without, key: error["input"]} for key in near if key not in without] + [without]
         fixes = [{name: [*entries[:index], entry, *entries[index + 1 :]]} for entry in mended]
         if error["type"] == "extra_forbidden":
@@ -207,6 +207,7 @@ _WANTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "string_unicode": lambda _: "must be text in UTF-8",
     "string_too_short": lambda _: "must not be empty",
     "tuple_type": lambda _: "must be a list",
+    "dict_type": lambda _: "must be numbers by name, such as {web: 0.7, code: 0.3}",
     "model_type": lambda _: "must be a group of settings",
     "missing": lambda _: "must be given",
     "too_long": lambda context: f"must have at most {_entries(context['max_length'])}",

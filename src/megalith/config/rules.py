@@ -3,6 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
+from megalith.config.data_rules import (
+    blended_datasets_are_drawn,
+    blends_have_no_classes,
+    phases_follow_each_other,
+    weights_are_of_several_datasets,
+    weights_name_every_dataset,
+)
 from megalith.config.draft import Draft, Unknown, Violation
 from megalith.config.fp8_rules import (
     fp8_has_no_loss_scale,
@@ -173,6 +180,11 @@ RUN_RULES: tuple[Rule, ...] = (
     overrides_change_something,
     mup_is_of_adamw,
     nesterov_needs_momentum,
+    weights_are_of_several_datasets,
+    weights_name_every_dataset,
+    blended_datasets_are_drawn,
+    phases_follow_each_other,
+    blends_have_no_classes,
     evaluation_has_data,
     best_checkpoint_is_evaluated,
     recomputed_operations_are_named_once,

@@ -1,17 +1,14 @@
 """One run: the tree of all settings."""
 
-import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
+from megalith.config.data_config import DataConfig
 from megalith.config.dotted import look_up, parent, put_
-from megalith.config.fill_in_the_middle_config import FillInTheMiddleConfig
 from megalith.config.fp8_config import FP8Config
-from megalith.config.masking_config import MaskingConfig
 from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.optim_config import OptimConfig
 from megalith.config.relevance import has_effect
@@ -31,7 +28,6 @@ from megalith.config.transformer_config import TransformerConfig
 from megalith.errors import ConfigError
 
 __all__ = [
-    "VALID_KINDS",
     "CheckpointConfig",
     "DataConfig",
     "EvaluationConfig",
@@ -41,22 +37,6 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "batch_size_stages",
-    "valid_setting",
-]
-
-
-def _plain_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise ValueError("must be a name made of letters, digits, _ and -")
-    return name
-
-
-# the forms that data.valid may take; the tag makes pydantic report errors about the form that was given
-VALID_KINDS = ("prefix", "named prefixes")
-_NamedPrefixes = Annotated[Mapping[Annotated[str, AfterValidator(_plain_name)], FilePath], Field(min_length=1)]
-_ValidSets = Annotated[
-    Annotated[FilePath, Tag(VALID_KINDS[0])] | Annotated[_NamedPrefixes, Tag(VALID_KINDS[1])],
-    Discriminator(lambda given: VALID_KINDS[isinstance(given, Mapping)]),
 ]
 
 
@@ -64,48 +44,6 @@ _ValidSets = Annotated[
 Recomputable = Literal[
     "core_attn", "self_attn", "cross_attn", "layernorm", "mlp", "mlp_act", "moe", "moe_act", "shared_experts"
 ]
-
-
-class DataConfig(SettingsGroup):
-    """The datasets and how samples are made from them. A dataset is a pair of files, PREFIX.bin and PREFIX.idx."""
-
-    dotted_name: ClassVar[str] = "data"
-
-    train: FilePath | None = Field(default=None, description="prefix of the dataset to train on")
-    valid: _ValidSets | None = Field(
-        default=None, description="prefix of the dataset to evaluate on, or several by name: {web: PREFIX, ...}"
-    )
-    tokenizer: FilePath | None = Field(
-        default=None, description="path to a tokenizer.json; null: the one that the dataset names"
-    )
-    seq_length: int = Field(ge=1, le=LARGEST_SIZE, description="[tokens] in a sample", examples=[1024])
-    reset_attention_mask: bool = Field(
-        default=False, description="documents within a sample do not attend to each other"
-    )
-    reset_position_ids: bool = Field(default=False, description="position ids restart at 0 in every document")
-    eod_mask_loss: bool = Field(default=False, description="mask the loss where the input token ends a document")
-    fill_in_the_middle: FillInTheMiddleConfig | None = Field(
-        default=None, description="fill-in-the-middle training of a GPT: some documents are reordered"
-    )
-    masking: MaskingConfig | None = Field(
-        default=None, description="which tokens are masked for a BERT or a T5 to predict"
-    )
-    decoder_seq_length: int | None = Field(
-        default=None,
-        ge=1,
-        le=LARGEST_SIZE,
-        description="[tokens] of a T5's decoder in a sample; null: enough for any sample, as a multiple of 16",
-    )
-
-    def __hash__(self) -> int:
-        return hash(self.model_dump_json())  # a mapping is not hashable
-
-    @property
-    def valid_sets(self) -> Mapping[str, str]:
-        """The prefixes by name, in the order given; a single prefix has the name ""."""
-        if self.valid is None:
-            return MappingProxyType({})
-        return MappingProxyType({"": self.valid} if isinstance(self.valid, str) else dict(self.valid))
 
 
 def _readable(schedule: str) -> str:
@@ -307,11 +245,6 @@ class RunConfig(SettingsGroup):
         if info.context is not FIELDS_ALONE and (found := broken(draft_of_group(self), RUN_RULES)):
             raise ValueError("; ".join(violation.message for violation in found))
         return self
-
-
-def valid_setting(set_name: str) -> str:
-    """Returns the setting that holds a validation set's prefix: data.valid, or data.valid.web for the set ``web``."""
-    return f"data.valid.{set_name}" if set_name else "data.valid"
 
 
 def batch_size_stages(train: TrainConfig, seq_length: int) -> tuple[BatchSizeStage, ...]:

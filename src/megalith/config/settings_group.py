@@ -23,6 +23,7 @@ __all__ = [
     "Follows",
     "SettingsGroup",
     "draft_of_group",
+    "entry_of",
     "given_fields",
     "group_at",
     "plain_fields",
@@ -159,6 +160,11 @@ def _settings_of(group: SettingsGroup) -> Iterator[tuple[str, Any, bool]]:
             yield from _settings_of(value)
         elif name not in group.nested_groups:
             yield group.name_of(name), value, name in group.model_fields_set
+
+
+def entry_of(annotation: Any) -> type[SettingsGroup] | None:
+    """Returns the group that each entry of a list field is; None if the field is no list of groups."""
+    return _group_of(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
 
 
 def _group_of(annotation: Any) -> type[SettingsGroup] | None:

@@ -11,13 +11,12 @@ from pydantic_core import PydanticUndefined
 
 from megalith.config.experimental import FEATURES
 from megalith.config.moved import MOVED
-from megalith.config.optim_config import ParamGroupOverride
 from megalith.config.recipes import preset_names, recipe_names
 from megalith.config.relevance import CONDITIONS
 from megalith.config.rules import RUN_RULES
 from megalith.config.run_config import RunConfig
 from megalith.config.settings_group import SettingsGroup
-from megalith.config.settings_tree import GROUPS
+from megalith.config.settings_tree import ENTRIES, GROUPS
 from megalith.config.yaml_text import write_override
 
 __all__ = ["settings_page"]
@@ -38,7 +37,8 @@ overridden on the command line, where the value is YAML:
 - `null` means that a field is not set: it takes its default, even if the file or the recipe sets it.
 - An unknown name, a value of the wrong type and a field that has no effect with the others are errors. All errors are
   reported at once, each with a fix if one is found.
-- A leading `~` or `~user` in a path is a home folder, also where quotes keep the shell from expanding it.
+- A leading `~` or `~user` in a path is a home folder, also where quotes keep the shell from expanding it. `~` alone is
+  null in YAML; write `~/`.
 - A group inside a group, such as `optim.adamw`, is one more level in the file and one more dot in an override:
   `optim.adamw.eps=1e-6`. Some groups have an effect only with certain values of another field, which their row gives;
   others are off until one of their fields is set, and `null` turns them off again, as in `train.evaluation=null`.
@@ -60,7 +60,8 @@ def settings_page() -> str:
     for name, group in GROUPS.items():
         heading = "#" * (2 + name.count("."))
         lines += [f"{heading} {name}", "", _first_line(group), "", *_table(group)]
-    lines += ["### An entry of optim.overrides", "", _first_line(ParamGroupOverride), "", *_table(ParamGroupOverride)]
+    for name, entry in ENTRIES.items():
+        lines += [f"### An entry of {name}", "", _first_line(entry), "", *_table(entry)]
     lines += ["## Rules between fields", "", *(f"- {_first_line(rule)}" for rule in RUN_RULES), ""]
     lines += ["## Names from earlier versions", "", "| old name | new name |", "| --- | --- |"]
     lines += [*(f"| `{old}` | `{new}` |" for old, new in MOVED.items()), ""]
@@ -98,7 +99,7 @@ def _type(annotation: Any) -> str:
     if origin is Mapping:
         return f"{_type(arguments[1])} by name"
     if origin is tuple:
-        kind = "entries, below" if arguments[0] is ParamGroupOverride else _type(arguments[0])
+        kind = "entries, below" if arguments[0] in ENTRIES.values() else _type(arguments[0])
         return f"list of {kind}{'s' if kind in ('number', 'integer') else ''}"
     return {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null"}[annotation]
 

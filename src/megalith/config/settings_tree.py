@@ -11,9 +11,9 @@ from megalith.config.dotted import look_up, put_, take_out_
 from megalith.config.draft import Draft, Fix
 from megalith.config.moved import rename_
 from megalith.config.run_config import RunConfig
-from megalith.config.settings_group import Follows, SettingsGroup, given_fields
+from megalith.config.settings_group import Follows, SettingsGroup, entry_of, given_fields
 
-__all__ = ["FIELDS", "GROUPS", "applied", "draft_of", "plain_tree", "values_of"]
+__all__ = ["ENTRIES", "FIELDS", "GROUPS", "applied", "draft_of", "plain_tree", "values_of"]
 
 
 def _groups(settings: type[SettingsGroup]) -> Iterator[tuple[str, type[SettingsGroup]]]:
@@ -34,6 +34,10 @@ def _fields(settings: type[SettingsGroup]) -> Iterator[tuple[str, FieldInfo]]:
 GROUPS: Mapping[str, type[SettingsGroup]] = MappingProxyType(dict(_groups(RunConfig)))
 # every setting by its dotted name, in the order of the tree; groups are not among them
 FIELDS: Mapping[str, FieldInfo] = MappingProxyType(dict(_fields(RunConfig)))
+# the settings that are lists of groups, and the group of an entry
+ENTRIES: Mapping[str, type[SettingsGroup]] = MappingProxyType(
+    {name: entry for name, field in FIELDS.items() if (entry := entry_of(field.annotation)) is not None}
+)
 
 
 def plain_tree(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,11 +60,13 @@ def _plain(source: Mapping[str, Any], settings: type[SettingsGroup]) -> dict[str
 
 
 def applied(tree: Mapping[str, Any], fix: Fix) -> dict[str, Any]:
-    """Returns a copy of a plain tree with ``fix`` applied; a value of None removes a setting or group."""
+    """Returns a copy of a plain tree with ``fix`` applied; a value of None removes a setting, or empties a group."""
     changed = _copied(tree)
     for name, value in fix.items():
         if value is None:
             take_out_(changed, name)
+            if name in RunConfig.nested_groups:
+                changed[name] = {}
         else:
             put_(changed, name, value)
     return changed

@@ -15,6 +15,7 @@ length of the run. The position of a run in its data is therefore a single integ
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,11 @@ class GPTDataset:
     def tokens_per_epoch(self) -> int:
         """Number of tokens in the dataset."""
         return self._data.num_tokens
+
+    @property
+    def samples_per_epoch(self) -> Fraction:
+        """Number of samples that read every token once."""
+        return Fraction(self.tokens_per_epoch, self.seq_length)
 
     def identity(self) -> dict[str, Any]:
         """The fingerprint of the text, and the SHA-256 of the tokenizer file if the sidecar records it."""

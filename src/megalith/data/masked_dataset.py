@@ -9,6 +9,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -108,6 +109,11 @@ class MaskedDataset(ABC, Generic[Sample]):
                 f"{self._data.prefix} must have documents of {min_sentences} or more sentences, each of at most "
                 f"{room} tokens; it has none; prepare more text, or increase data.seq_length"
             )
+
+    @property
+    def samples_per_epoch(self) -> Fraction:
+        """``num_samples``, as the protocol of endless samples names it."""
+        return Fraction(self.num_samples)
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``, from 0 on. Raises IndexError below 0."""

@@ -1,9 +1,10 @@
 """Protocols of datasets: samples by index."""
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-__all__ = ["Identified", "Samples", "SizedSamples"]
+__all__ = ["EndlessSamples", "Identified", "Samples", "SizedSamples"]
 
 Sample = TypeVar("Sample", covariant=True)
 
@@ -12,6 +13,15 @@ class Samples(Protocol[Sample]):
     """Samples without end, indexed from 0; a sample depends only on its index."""
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+class EndlessSamples(Samples[Sample], Protocol[Sample]):
+    """Samples of a dataset that is repeated without end."""
+
+    @property
+    def samples_per_epoch(self) -> Fraction:
+        """How many samples read the dataset once; not a whole number if a sample may span two epochs."""
+        ...
 
 
 class SizedSamples(Samples[Sample], Protocol[Sample]):

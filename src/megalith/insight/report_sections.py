@@ -97,7 +97,8 @@ def sections(run: RunHistory) -> str:
     """Everything below the headline numbers."""
     return "".join(
         [loss_curves(run), _valid_sets(run), _baselines(run), held_out_measures(run), small_curves(run),
-         expert_loads(run), time_of_the_run(run), phases(run), _samples(run), _about(run), _settings(run)]
+         expert_loads(run), _datasets(run), time_of_the_run(run), phases(run), _samples(run), _about(run),
+         _settings(run)]
     )  # fmt: skip
 
 
@@ -111,6 +112,17 @@ def _valid_sets(run: RunHistory) -> str:
         rows.append((name, f"{last:.3f}", _perplexity(run, last), best))
     table = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows)
     return card("Validation sets", f"held-out loss, {run.loss_unit}", f"<table>{table}</table>") if rows else ""
+
+
+def _datasets(run: RunHistory) -> str:
+    """How much of each blended dataset the run has read."""
+    total = sum(samples for samples, _ in run.datasets.values())
+    rows = [
+        (name, f"{quantity(samples)} samples", f"{samples / total:.1%}" if total else "", f"{epochs:.3g} epochs")
+        for name, (samples, epochs) in run.datasets.items()
+    ]
+    table = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows)
+    return card("Training data", "read up to the last step", f"<table>{table}</table>") if rows else ""
 
 
 def _baselines(run: RunHistory) -> str:

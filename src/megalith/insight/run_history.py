@@ -56,6 +56,7 @@ class RunHistory:
     training: list[dict[str, Any]]
     evaluations: list[tuple[int, float]]  # (step, held-out loss)
     valid_sets: Mapping[str, list[tuple[int, float]]]  # the same for each named validation set
+    datasets: Mapping[str, tuple[float, float]]  # (samples, epochs) read of each blended training dataset
     measures: list[tuple[int, Mapping[str, float]]]  # (step, {term or measure: mean}) of evaluations with several
     classes: Sequence[str]  # class names, by the indices in measures, from the last evaluation
     expert_loads: list[tuple[int, dict[int, LayerLoads]]]  # (step, {layer: loads})
@@ -123,6 +124,7 @@ def read_run(folder: Path) -> RunHistory:
         training=training,
         evaluations=sorted(evaluations.items()),
         valid_sets={name: _losses_of_set(records, name) for record in records for name in record.get("valid_sets", {})},
+        datasets=next((found for record in reversed(training) if (found := _datasets(record))), {}),
         measures=sorted(_measures(records).items()),
         classes=next((names for record in reversed(records) if (names := _names(record.get("classes")))), []),
         expert_loads=[(record["step"], loads) for record in training if (loads := _expert_loads(record))],
@@ -139,6 +141,16 @@ def read_run(folder: Path) -> RunHistory:
 def _losses_of_set(records: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     losses = {record["step"]: float(loss) for record in records if _is_number(loss := held_out_loss(record, name))}
     return sorted(losses.items())
+
+
+def _datasets(record: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    given = record.get("datasets")
+    parts = {name: part for name, part in given.items() if _is_dict(part)} if _is_dict(given) else {}
+    return {
+        name: (samples, epochs)
+        for name, part in parts.items()
+        if _is_number(samples := part.get("samples")) and _is_number(epochs := part.get("epochs"))
+    }
 
 
 def _measures(records: list[dict[str, Any]]) -> dict[int, dict[str, float]]:

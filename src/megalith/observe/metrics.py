@@ -14,6 +14,9 @@ of the first set, and ``valid_sets`` has those of each: {name: {"loss", "perplex
 format of ``valid``. The texts of ``train.generation`` are a record as well: step, time, samples ([{"prompt", "text"},
 ...]).
 
+With several training datasets, the records of every ``train.log_every``-th step and of the first and last step have
+``datasets``: {name: {"samples": read from it so far, "epochs": how often that is all of it}}.
+
 With experts, the records of every ``train.log_every``-th step and of the first and last step have ``experts``:
 max_violation (maximum expert load divided by the mean, minus 1), entropy (of the choices, nats) and dead_experts
 (chosen by no token), each of the layer with the worst value; each balance loss by name (unweighted, mean over layers);

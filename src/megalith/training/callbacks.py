@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megalith.checkpoint.background import BackgroundSaver
 from megalith.checkpoint.folders import complete_steps, step_name
 from megalith.config import valid_setting
+from megalith.data.blended_dataset import BlendedDataset
 from megalith.data.samples import SizedSamples
 from megalith.observe.memory import peak_memory
 from megalith.observe.metrics import COMPILE, MetricsWriter, held_out_loss, read_metrics
@@ -114,7 +115,7 @@ class Metrics(Callback):
         samples_per_second = result.num_samples / finished.work_seconds
         tokens_per_second = samples_per_second * run.task.tokens_per_sample
         peak = None if self.peak_flops is None else self.peak_flops * dist.get_world_size()
-        record = {
+        record: dict[str, Any] = {
             "step": state.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -137,6 +138,8 @@ class Metrics(Callback):
             record["loss_scale"] = run.loss_scale.scale
         if energy is not None:
             record["energy"] = energy
+        if is_shown and isinstance(run.loader.dataset, BlendedDataset):
+            record["datasets"] = run.loader.dataset.progress(state.consumed_samples)
         if is_shown and result.routing.loads:
             record["experts"] = experts_record(result.routing)
         self.write(record)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -243,10 +244,9 @@ def _tokenizer_sha256(folder: Store, config: RunConfig) -> str | None:
     """Returns the digest of the run's tokenizer, or None if it is unknown. Raises DataError if it is damaged."""
     if (kept := kept_tokenizer(folder)) is not None:
         return kept.sha256
-    if config.data.train is None:  # imported, without a tokenizer
-        return None
-    try:
-        sidecar = IndexedDataset(config.data.train).sidecar
-    except DataError:
-        return None
-    return None if sidecar is None else sidecar.tokenizer_sha256
+    for prefix in config.data.train_sets.values():  # none if the model was imported without a tokenizer
+        with suppress(DataError):
+            sidecar = IndexedDataset(prefix).sidecar
+            if sidecar is not None and sidecar.tokenizer_sha256 is not None:
+                return sidecar.tokenizer_sha256
+    return None

@@ -6,7 +6,7 @@ place. Every stage is checked when the calculator is constructed, not when it is
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from megalith.config import BatchSizeStage, RunConfig, batch_size_stages
 from megalith.errors import ConfigError
@@ -56,6 +56,18 @@ class NumMicroBatchesCalculator:
     def num_microbatches(self, consumed_samples: int) -> int:
         """Returns the number of forward passes per rank in the step that begins after ``consumed_samples``."""
         return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
+
+    def consumed_after(self, num_steps: int) -> int:
+        """Returns the number of samples in the first ``num_steps`` steps."""
+        consumed = 0
+        for stage, following in zip_longest(self.stages, self.stages[1:]):
+            taken = num_steps
+            if following is not None:  # a step may have passed over a whole stage
+                left = max(following.first_sample - consumed, 0)
+                taken = min(-(-left // stage.global_batch_size), num_steps)
+            consumed += taken * stage.global_batch_size
+            num_steps -= taken
+        return consumed
 
 
 def build_num_microbatches_calculator(config: RunConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:

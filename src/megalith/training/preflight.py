@@ -1,6 +1,5 @@
 """Finds everything that can be wrong with a run before its process group starts, and reports it all at once."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,29 +9,33 @@ from typing import Any
 
 from megalith import optional
 from megalith.checkpoint.folders import find_checkpoint, step_name
-from megalith.config import RunConfig, TransformerConfig, batch_size_stages, load_run, read_tree, valid_setting
+from megalith.config import RunConfig, TransformerConfig, batch_size_stages, load_run, read_tree
 from megalith.config.dotted import look_up
 from megalith.config.yaml_text import write_override
-from megalith.data.indexed_dataset import IndexedDataset
-from megalith.data.token_ids import check_dataset
-from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, ConfigError, DataError, MegalithError, MissingDependencyError
+from megalith.errors import CheckpointError, ConfigError, MegalithError, MissingDependencyError
 from megalith.observe.trackers import packages
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.validate import validate
 from megalith.recipe_files import recipe_names
-from megalith.storage import MANIFEST, Store, child, explained, open_store, record_of
+from megalith.storage import MANIFEST, child, explained, open_store
 from megalith.training.compiling import missing_compiler, with_compiling_decided
 from megalith.training.continuity import changed
-from megalith.training.kept import KEPT_TOKENIZER, kept_marks, read_config, run_of
+from megalith.training.data_checks import (
+    check_datasets,
+    check_origin_tokenizer,
+    check_token_ids,
+    check_vocabulary,
+    say,
+    train_datasets,
+    with_vocabulary,
+)
+from megalith.training.kept import read_config, run_of
 from megalith.training.process_group import choose_device
+from megalith.training.run_tokenizer import load_tokenizer
 from megalith.training.tasks.prompts import encode_prompts
-from megalith.training.tasks.tokens_of_origin import ends_of_origin
 from megalith.training.tasks.weights import described_at
 
-__all__ = ["load_tokenizer", "preflight", "resolve_run_folder"]
-
-log = logging.getLogger(__name__)
+__all__ = ["preflight", "resolve_run_folder"]
 
 _STEPS, _DECAY_STEPS = "train.steps", "optim.decay_steps"
 
@@ -84,9 +87,9 @@ def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_s
     """
     config = load_run(source, overrides, world_size=world_size)
     checks = (
-        _check_datasets,
-        _check_vocabulary,
-        _check_token_ids,
+        check_datasets,
+        check_vocabulary,
+        check_token_ids,
         _check_folders,
         _check_load,
         _check_compiler,
@@ -98,49 +101,7 @@ def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_s
     problems = list(dict.fromkeys(problem for check in checks for problem in _problems(check, config)))
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "this run cannot start:\n  " + "\n  ".join(problems))
-    return with_compiling_decided(_with_vocabulary(config), world_size)
-
-
-def load_tokenizer(config: RunConfig) -> Tokenizer:
-    """Returns the tokenizer of a run: ``data.tokenizer``, or the one named beside its training data.
-
-    If the latter can no longer be read, the run's own copy is used. Texts begin as the documents of the training data
-    do: with or without the tokens that the tokenizer puts in front of a text. They end as in the model that the run
-    starts from, if that model has the same tokenizer.
-
-    Raises:
-        DataError: neither names a tokenizer, or it cannot be read.
-    """
-    if config.data.train is None:
-        raise DataError("the run has no data.train from which to load its tokenizer; set data.train in its config.yaml")
-    train = IndexedDataset(config.data.train)
-    tokenizer = _tokenizer_of(config, train)
-    begin = tokenizer.begin if tokenizer.begins(train.tokens[: len(tokenizer.begin)].tolist()) else ()
-    return tokenizer.framed(begin=begin, ends=ends_of_origin(config, tokenizer))
-
-
-def _tokenizer_of(config: RunConfig, train: IndexedDataset) -> Tokenizer:
-    """``load_tokenizer`` without adapting how texts begin and end."""
-    sidecar = train.sidecar
-    eod = None if sidecar is None else sidecar.eod  # a tokenizer may end documents with an unusual token
-    kept = Path(config.run) / KEPT_TOKENIZER
-    if config.data.tokenizer is not None:
-        try:
-            return Tokenizer.load(config.data.tokenizer, eod)
-        except DataError as error:
-            if not kept.exists():
-                raise
-            raise DataError(f"{error}; or use the copy in the run's folder: data.tokenizer={kept}") from error
-    if sidecar is None or sidecar.tokenizer is None:
-        raise DataError(
-            f"{train.prefix} does not record which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
-        )
-    try:
-        return Tokenizer.beside(train.prefix, sidecar.tokenizer, eod)
-    except DataError:
-        if kept.exists() and (own := Tokenizer.load(kept, eod)).sha256 == sidecar.tokenizer_sha256:
-            return own
-        raise
+    return with_compiling_decided(with_vocabulary(config), world_size)
 
 
 def _problems(check: Callable[[RunConfig], Iterator[str]], config: RunConfig) -> list[str]:
@@ -150,76 +111,6 @@ def _problems(check: Callable[[RunConfig], Iterator[str]], config: RunConfig) ->
     except MegalithError as error:
         found.append(str(error))
     return found
-
-
-def _check_datasets(config: RunConfig) -> Iterator[str]:
-    """Checks that the files exist, are complete, and were made with the same tokenizer."""
-    if config.data.train is None:
-        yield (
-            "data.train is not set; make a dataset with: megalith data prepare FILES... --out PREFIX, "
-            "and give data.train=PREFIX"
-        )
-        return
-    opened: dict[str, IndexedDataset] = {}
-    prefixes = _datasets(config)
-    for name, prefix in prefixes.items():
-        try:
-            opened[name] = IndexedDataset(prefix)
-            opened[name].require_token_ids()
-        except DataError as error:
-            yield f"{name}: {error}"
-    hashes = {name: dataset.sidecar.tokenizer_sha256 for name, dataset in opened.items() if dataset.sidecar is not None}
-    known = {name: digest for name, digest in hashes.items() if digest is not None}
-    first = next(iter(known), None)
-    for name, digest in known.items():
-        if first is not None and digest != known[first]:
-            yield (
-                f"{first} ({prefixes[first]}) and {name} ({prefixes[name]}) were made with different "
-                "tokenizers; prepare one of them again with the other's: megalith data prepare ... --tokenizer PATH"
-            )
-
-
-def _check_vocabulary(config: RunConfig) -> Iterator[str]:
-    """Checks that the tokenizer is the one that made the data, and that the embedding has a row for every token."""
-    train = _dataset(config)
-    if train is None:
-        return
-    sidecar = train.sidecar
-    if config.data.tokenizer is not None:
-        tokenizer = load_tokenizer(config)
-        if sidecar is not None and sidecar.tokenizer_sha256 not in (None, tokenizer.sha256):
-            yield (
-                f"data.tokenizer ({config.data.tokenizer}) is not the tokenizer that made {config.data.train}; "
-                f"leave data.tokenizer out, or prepare the data again with --tokenizer {config.data.tokenizer}"
-            )
-    needed, given = _rows_needed(config, train), config.model.vocab_size
-    if needed is None and given is None:
-        yield (
-            f"{config.data.train} does not record the size of its vocabulary; "
-            "give data.tokenizer=PATH of its tokenizer.json, or model.vocab_size"
-        )
-    elif needed is not None and given is not None and given < needed:
-        yield f"model.vocab_size ({given}) is smaller than the tokenizer needs ({needed}); use {needed} or more"
-
-
-def _check_token_ids(config: RunConfig) -> Iterator[str]:
-    """Checks that the embedding has a row for every token id, as far as this is known before samples are read."""
-    train = _dataset(config)
-    if train is None:
-        return
-    needed, given = _rows_needed(config, train), config.model.vocab_size
-    vocab_size = needed if given is None else given
-    if vocab_size is None or (needed is not None and vocab_size < needed):
-        return  # _check_vocabulary reports it
-    for name, prefix in _datasets(config).items():
-        dataset = _opened(prefix)
-        if dataset is None or dataset.dtype.kind == "f":  # _check_datasets reports it
-            continue
-        found = check_dataset(dataset, vocab_size)
-        if found.problem is not None:
-            yield f"{name}: {found.problem}"
-        if found.scanned is not None and os.environ.get("RANK", "0") == "0":
-            log.info("%s: %s", name, found.scanned)
 
 
 def _check_folders(config: RunConfig) -> Iterator[str]:
@@ -241,7 +132,7 @@ def _check_load(config: RunConfig) -> Iterator[str]:
     if goes_on:  # nothing is loaded, but an imported run starts from the checkpoint that it holds
         imported = find_checkpoint(folder / "checkpoints", warn=False)  # resume_or_load warns
         if imported is not None and imported.name == step_name(0):
-            yield from _check_origin_tokenizer(config, open_store(folder))
+            yield from check_origin_tokenizer(config, open_store(folder))
         return
     if config.load is None:
         return
@@ -259,7 +150,7 @@ def _check_load(config: RunConfig) -> Iterator[str]:
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
         yield f"load ({config.load}) is neither a complete checkpoint nor a Hugging Face model; give {way_out}"
         return
-    yield from _check_origin_tokenizer(config, keeper)
+    yield from check_origin_tokenizer(config, keeper)
 
 
 def _say_what_differs(described: TransformerConfig, config: RunConfig, where: object) -> None:
@@ -267,43 +158,7 @@ def _say_what_differs(described: TransformerConfig, config: RunConfig, where: ob
     # neither changes what is computed with loaded weights
     models = (model.model_dump(exclude={"preset", "init_method_std"}) for model in (described, config.model))
     if told := changed(*models):
-        _say(f"the model differs from that of {where}: {', '.join(told)}")
-
-
-def _check_origin_tokenizer(config: RunConfig, keeper: Store) -> Iterator[str]:
-    """Checks that the training data were made with the tokenizer of the model to start from, if ``keeper`` has one."""
-    dataset = _dataset(config)
-    if dataset is None or KEPT_TOKENIZER not in keeper.names():
-        return
-    made_with = None if dataset.sidecar is None else dataset.sidecar.tokenizer_sha256
-    if config.data.tokenizer is not None:
-        made_with = load_tokenizer(config).sha256
-    if made_with is None:
-        _say(f"{dataset.prefix} does not record which tokenizer made it; it must be that of {keeper}")
-    elif made_with != record_of(keeper.parts(KEPT_TOKENIZER)).sha256:
-        kept = keeper / KEPT_TOKENIZER
-        yield (
-            f"{dataset.prefix} was made with a different tokenizer than the model of {keeper} ({kept}); prepare "
-            f"the text with that one: megalith data prepare FILES... --out PREFIX --tokenizer {kept}"
-        )
-    elif config.model.kind == "gpt":
-        _tell_of_beginnings(config, dataset, keeper)
-
-
-def _tell_of_beginnings(config: RunConfig, dataset: IndexedDataset, keeper: Store) -> None:
-    """Warns if the model was trained with a token at the start of every text and the new documents lack it."""
-    own, tokenizer = kept_marks(keeper).begin, _tokenizer_of(config, dataset)
-    begin = tokenizer.begin if own is None else own
-    if dataset.tokens[: len(begin)].tolist() != list(begin):
-        _say(
-            f"the model of {keeper} begins every text with {tokenizer.decode(begin)!r}, but the documents of "
-            f"{dataset.prefix} do not; prepare the text again with megalith data prepare, without --no-bos"
-        )
-
-
-def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        log.warning("%s", line)
+        say(f"the model differs from that of {where}: {', '.join(told)}")
 
 
 def _check_compiler(config: RunConfig) -> Iterator[str]:
@@ -313,49 +168,6 @@ def _check_compiler(config: RunConfig) -> Iterator[str]:
     wanted = {"train.compile": config.train.compile, "train.compile_fusions": config.train.compile_fusions}
     for setting in (setting for setting, is_wanted in wanted.items() if is_wanted):
         yield f"{setting}=true needs a C++ compiler on a CPU, but {compiler} was not found; install it, or set CXX"
-
-
-def _datasets(config: RunConfig) -> dict[str, str]:
-    """Maps the setting that names each dataset of the run to the dataset's prefix; training data first."""
-    held_out = {valid_setting(name): prefix for name, prefix in config.data.valid_sets.items()}
-    return held_out if config.data.train is None else {"data.train": config.data.train, **held_out}
-
-
-def _dataset(config: RunConfig) -> IndexedDataset | None:
-    """Returns the training data, or None if another check reports what is wrong with them."""
-    return _opened(config.data.train)
-
-
-def _opened(prefix: str | None) -> IndexedDataset | None:
-    """Returns the dataset, or None if another check reports what is wrong with it."""
-    if prefix is None:
-        return None
-    try:
-        return IndexedDataset(prefix)
-    except DataError:
-        return None
-
-
-def _vocabulary(config: RunConfig, train: IndexedDataset) -> int | None:
-    """Returns the size of the tokenizer's vocabulary, or None if it is not recorded."""
-    if config.data.tokenizer is not None:
-        return load_tokenizer(config).vocab_size
-    return None if train.sidecar is None else train.sidecar.vocab_size
-
-
-def _rows_needed(config: RunConfig, train: IndexedDataset) -> int | None:
-    """Returns how many rows the embedding needs, or None if that is unknown.
-
-    It is the vocabulary size; if ``model.vocab_size`` is smaller, only ``Tokenizer.num_rows``, those that texts can
-    use.
-    """
-    needed, given = _vocabulary(config, train), config.model.vocab_size
-    if needed is None or given is None or needed <= given:
-        return needed
-    try:
-        return load_tokenizer(config).num_rows
-    except DataError:  # only the vocabulary size is known
-        return needed
 
 
 def _check_trackers(config: RunConfig) -> Iterator[str]:
@@ -370,7 +182,7 @@ def _check_trackers(config: RunConfig) -> Iterator[str]:
 
 def _check_prompts(config: RunConfig) -> Iterator[str]:
     """Checks that there is a tokenizer for the prompts of train.generation, and that they fit into the model."""
-    if config.train.generation is None or _dataset(config) is None:
+    if config.train.generation is None or not train_datasets(config):
         return
     try:
         encode_prompts(config, load_tokenizer(config))
@@ -387,13 +199,3 @@ def _check_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
             num_microbatches = stage.global_batch_size // unit
             validate(build_schedule(parallel.schedule, parallel.pipeline, num_microbatches, parallel.virtual))
     yield from ()
-
-
-def _with_vocabulary(config: RunConfig) -> RunConfig:
-    """Returns ``config`` with ``model.vocab_size`` filled in."""
-    if config.model.vocab_size is not None:
-        return config
-    train = _dataset(config)
-    assert train is not None, "the earlier checks have passed"
-    model = config.model.model_copy(update={"vocab_size": _vocabulary(config, train)})
-    return config.model_copy(update={"model": model})

@@ -1,7 +1,7 @@
 """Decides where a run begins: at its own newest checkpoint, at the weights of another, or from scratch."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -12,6 +12,7 @@ from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged, step
 from megalith.checkpoint.load import load_tensors
 from megalith.checkpoint.save import STATE, save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
+from megalith.data.blend import identity_of_first
 from megalith.data.class_names import class_names, listed
 from megalith.errors import CheckpointError, StorageError
 from megalith.observe.units import duration
@@ -182,10 +183,12 @@ def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Begin
 
 def _refuse_a_break(run: Run, saved: SavedState, path: Store) -> None:
     """Raises CheckpointError if continuing would repeat or skip text."""
-    problems, way_out = [], "undo these changes"
-    before, now = saved.data or {}, _identity(run)
+    problems, way_out, consumed = [], "undo these changes", saved.train.consumed_samples
+    before, now = ({} if each is None else identity_of_first(each, consumed) for each in (saved.data, _identity(run)))
     if broken := changed(*({name: each[name] for name in compared(before, now)} for each in (before, now))):
         problems.append(f"the training data have changed: {', '.join(broken)}")
+        if isinstance(run.config.data.train, Mapping):
+            way_out += f" (an entry of data.phases with first_sample {consumed} sets other weights from here on)"
     if saved.seed != (seed := run.config.train.seed):
         problems.append(f"its seed is {saved.seed} but train.seed is {seed}, which changes the data order and dropout")
         way_out = f"set train.seed={saved.seed}" + (" and undo the other changes" if broken else "")

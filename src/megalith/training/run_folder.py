@@ -25,8 +25,8 @@ from megalith.training.kept import (
     recorded_settings,
     run_of,
 )
-from megalith.training.preflight import load_tokenizer
 from megalith.training.run import Run
+from megalith.training.run_tokenizer import load_tokenizer
 from megalith.training.tasks.tokens_of_origin import companions_of_origin, goes_on
 
 __all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run"]

@@ -319,3 +319,11 @@ def test_what_is_the_users_is_left_alone():
     more = {"load": "somewhere", "tracking": ["wandb"], "checkpoint": {"every": 5}}
     alone, _ = small_runs(load_run({**GPT2_RECIPE, **more}, world_size=1), 1)
     assert (alone.load, alone.tracking, alone.checkpoint.every, alone.data.valid) == (None, None, None, None)
+
+
+def test_the_small_runs_of_a_blend_have_one_dataset_of_their_own():
+    overrides = ["data.train={a: x, b: y}", "data.weights={a: 1, b: 2}"]
+    overrides.append("data.phases=[{first_sample: 9, weights: {a: 1, b: 0}}]")
+    alone, runs = small_runs(load_run("llama-4m", [*overrides, "parallel.tensor=2"], world_size=2), 2)
+    for config in (alone, *(config for config, _ in runs)):
+        assert (config.data.weights, config.data.phases) == (None, ())

@@ -84,6 +84,22 @@ def test_runs_with_other_seeds_begin_with_other_samples(kind, tmp_path):
     assert first == again != other
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_samples_of_several_datasets_are_drawn_by_their_weights(kind, tmp_path):
+    trees = [SETTINGS[kind](tmp_path / name, train={"seed": 3}) for name in ("one", "other")]
+    one, other = (task_of(load_run(tree)).train_dataset() for tree in trees)
+    data = {
+        **trees[0]["data"],
+        "train": {name: tree["data"]["train"] for name, tree in zip("ab", trees, strict=True)},
+        "weights": {"a": 2, "b": 1},
+    }
+    found = task_of(load_run({**trees[0], "data": data})).train_dataset()
+    for index, want in enumerate((one[0], other[0], one[1], one[2], other[1], one[3])):
+        assert found[index].tokens.tolist() == want.tokens.tolist()
+    epochs = found.progress(300)
+    assert [epochs["a"]["epochs"], epochs["b"]["epochs"]] == [200 / one.num_samples, 100 / other.num_samples]
+
+
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_what_is_held_out_is_the_same_whatever_the_seed(kind, tmp_path):
     one, other = (task_with_seed(kind, tmp_path, seed) for seed in (1, 2))

@@ -42,6 +42,8 @@ _LEFT_OUT = (
     "tracking",
     "experimental",
     "checkpoint",
+    "data.weights",
+    "data.phases",
     "data.valid",
     "data.tokenizer",
     "train.compile",

@@ -51,14 +51,15 @@ class FinetuneClassification(BertTask[LabelledText]):
         if config.data.masking is not None:
             raise ConfigError("data.masking is for pretraining; bert.head=classification masks nothing; leave it out")
         self._learned: tuple[str, ...] = ()
-        self._learned_from, self._label_alike = config.data.train, "TRAINING_FILE --valid FILE"
+        self._learned_from, self._label_alike = _training_prefix(config), "TRAINING_FILE --valid FILE"
         both = range(self.num_classes if self.num_classes <= _MOST_IN_A_TABLE else 0)
         self._confusion = [f"confusion/{label}/{taken}" for label in both for taken in both]
 
     def train_dataset(self) -> LabelledDataset:
         """Returns ``data.train`` in the order of ``train.seed``."""
-        assert self.config.data.train is not None, "preflight refuses a run without data"
-        return LabelledDataset(self.evaluation_dataset(self.config.data.train), self.config.train.seed)
+        prefix = _training_prefix(self.config)
+        assert prefix is not None, "preflight refuses a run without data"
+        return LabelledDataset(self.evaluation_dataset(prefix), self.config.train.seed)
 
     def evaluation_dataset(self, prefix: str) -> LabelledTexts:
         """Returns the texts of ``prefix``, each once.
@@ -130,6 +131,13 @@ class FinetuneClassification(BertTask[LabelledText]):
         return [*bracketed(tokens, is_special, self.tokenizer), f"  of class {sample.label}"]
 
 
+def _training_prefix(config: RunConfig) -> str | None:
+    """Returns the prefix of the training data; None if the model was imported."""
+    train = config.data.train
+    assert train is None or isinstance(train, str), "a config rule refuses a blend"
+    return train
+
+
 def _first_difference(names: Sequence[str], others: Sequence[str]) -> int:
     """Returns the first index at which the names differ."""
     return next(index for index, pair in enumerate(zip_longest(names, others)) if pair[0] != pair[1])
@@ -137,7 +145,7 @@ def _first_difference(names: Sequence[str], others: Sequence[str]) -> int:
 
 def _learned_classes(config: RunConfig) -> tuple[str, ...]:
     """Returns the class names of a run's training data; empty if the data are no longer available."""
-    train = config.data.train
+    train = _training_prefix(config)
     try:
         return () if train is None else Labels.read(train, IndexedDataset(train).num_documents).classes
     except DataError:

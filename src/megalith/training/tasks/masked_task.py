@@ -11,7 +11,7 @@ from megalith.models.language_model import hidden_dtype
 from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.storage import Store
 from megalith.training.kept import kept_tokenizer
-from megalith.training.preflight import load_tokenizer
+from megalith.training.run_tokenizer import load_tokenizer
 from megalith.training.tasks.gpt_size import parameters
 from megalith.training.tasks.task import Task
 

@@ -4,6 +4,7 @@ Devlin et al. 2019 (arXiv:1810.04805), with the sentence order of Lan et al. 201
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -12,7 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from megalith.config import MaskingConfig, RunConfig
 from megalith.data.bert_dataset import BertBatch, BertDataset, BertSample, stack_bert_samples
+from megalith.data.blended_dataset import blended
 from megalith.data.masked_dataset import HeldOutSamples
+from megalith.data.samples import Samples
 from megalith.models.bert_model import BertOutput
 from megalith.training.tasks.bert_task import BertInputs, BertTask
 from megalith.training.tasks.masked_task import HELD_OUT_SEED
@@ -39,10 +42,9 @@ class PretrainBert(BertTask[BertSample]):
         super().__init__(config, predicted=self.masking.probability)
         self.terms = MappingProxyType({"mlm": 1.0, "sop": 1.0} if self.bert.binary_head else {"mlm": 1.0})
 
-    def train_dataset(self) -> BertDataset:
+    def train_dataset(self) -> Samples[BertSample]:
         """Returns ``data.train`` in the order of ``train.seed``."""
-        assert self.config.data.train is not None, "preflight refuses a run without data"
-        return self._dataset(self.config.data.train, self.config.train.seed)
+        return blended(self.config.data, partial(self._dataset, seed=self.config.train.seed))
 
     def evaluation_dataset(self, prefix: str) -> HeldOutSamples[BertSample]:
         """Returns the samples of one epoch of ``prefix``, with fixed masks."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from megalith.config import RunConfig
 from megalith.config.layout import Layout
+from megalith.data.blended_dataset import blended
 from megalith.data.fill_in_the_middle import FillInTheMiddle
 from megalith.data.gpt_dataset import (
     EvaluationDataset,
@@ -31,7 +33,7 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.storage import open_store, record_of
-from megalith.training.preflight import load_tokenizer
+from megalith.training.run_tokenizer import load_tokenizer
 from megalith.training.tasks.gpt_size import expert_parameters, flops_per_token, parameters, stage_costs
 from megalith.training.tasks.gpt_traffic import gpt_traffic
 from megalith.training.tasks.shown_text import bracketed
@@ -120,22 +122,23 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         """Returns float32 or wider if ``model.residual.fp32`` is set."""
         return hidden_dtype(self.config.model, compute_dtype)
 
-    def train_dataset(self) -> GPTDataset:
+    def train_dataset(self) -> Samples[GPTSample]:
         """Returns ``data.train`` in the order of ``train.seed``, with ``data.fill_in_the_middle`` applied to documents.
 
         Raises:
             DataError: the tokenizer cannot be read, or does not support fill-in-the-middle.
             ConfigError: the model has no row for one of the three tokens of fill-in-the-middle.
         """
-        data = self.config.data
-        assert data.train is not None, "preflight refuses a run without data"
+        return blended(self.config.data, partial(self._train_dataset, fill_in_the_middle=self._fill_in_the_middle()))
+
+    def _train_dataset(self, prefix: str, fill_in_the_middle: FillInTheMiddle | None) -> GPTDataset:
         return GPTDataset(
-            data.train,
-            data.seq_length,
+            prefix,
+            self.config.data.seq_length,
             self.config.train.seed,
-            mask_eod=data.eod_mask_loss,
+            mask_eod=self.config.data.eod_mask_loss,
             vocab_size=self.config.model.vocab_size,
-            fill_in_the_middle=self._fill_in_the_middle(),
+            fill_in_the_middle=fill_in_the_middle,
         )
 
     def data_identity(self, dataset: Samples[GPTSample]) -> Mapping[str, Any]:

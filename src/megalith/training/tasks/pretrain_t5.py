@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch.nn.functional import cross_entropy
 from megalith.config import MaskingConfig, RunConfig
 from megalith.config.draft import round_up
 from megalith.config.layout import Layout
+from megalith.data.blended_dataset import blended
 from megalith.data.masked_dataset import HeldOutSamples
+from megalith.data.samples import Samples
 from megalith.data.special_tokens import t5_tokens
 from megalith.data.t5_dataset import T5Batch, T5Dataset, T5Sample, decoder_length, fill_spans, stack_t5_samples
 from megalith.device_copy import to_device
@@ -98,10 +101,9 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
         B, Se = batch.tokens.shape
         return hidden_shape(self.config.model, options, B, Se + batch.decoder_tokens.shape[1])
 
-    def train_dataset(self) -> T5Dataset:
+    def train_dataset(self) -> Samples[T5Sample]:
         """Returns ``data.train`` in the order of ``train.seed``."""
-        assert self.config.data.train is not None, "preflight refuses a run without data"
-        return self._dataset(self.config.data.train, self.config.train.seed)
+        return blended(self.config.data, partial(self._dataset, seed=self.config.train.seed))
 
     def evaluation_dataset(self, prefix: str) -> HeldOutSamples[T5Sample]:
         """Returns the samples of one epoch of ``prefix``, with fixed missing spans."""

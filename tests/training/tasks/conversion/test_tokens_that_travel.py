@@ -16,7 +16,7 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.storage import open_store
 from megalith.training.kept import kept_companions, kept_tokenizer
-from megalith.training.preflight import load_tokenizer
+from megalith.training.run_tokenizer import load_tokenizer
 from megalith.training.tasks.conversion import export_model, import_model
 from megalith.training.tasks.generation import TextSource
 from megalith.training.tasks.text_scores import TextScorer
