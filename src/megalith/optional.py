@@ -4,11 +4,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 from types import ModuleType
 
 from megalith.errors import MissingDependencyError
 
-__all__ = ["has", "has_triton", "need", "triton_interprets", "why_not_interpret"]
+__all__ = ["has", "has_triton", "missing", "need", "triton_interprets", "why_not_interpret"]
 
 # package: (what needs it, the extra of megalith that installs it, or None if pip cannot install it)
 _EXTRAS: dict[str, tuple[str, str | None]] = {
@@ -33,9 +34,7 @@ _TRITON_INTERPRETS = _HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lowe
 
 def has(package: str) -> bool:
     """Returns whether ``package``, one of this module's table, is installed; does not import it."""
-    # torch includes the writer, which needs the package
-    root = "tensorboard" if package == "torch.utils.tensorboard" else package.partition(".")[0]
-    return package in _EXTRAS and importlib.util.find_spec(root) is not None
+    return package in _EXTRAS and importlib.util.find_spec(_root(package)) is not None
 
 
 def need(package: str) -> ModuleType:
@@ -50,6 +49,23 @@ def need(package: str) -> ModuleType:
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingDependencyError(f"{purpose} needs {package}, which cannot be imported ({error}); {how}") from error
+
+
+def missing() -> Iterator[tuple[str, str, str]]:
+    """Yields (package, what needs it, extra that installs it) for every extra's package that is not installed."""
+    found = {
+        _root(package): (purpose, extra)
+        for package, (purpose, extra) in _EXTRAS.items()
+        if extra is not None and extra != "dev" and not has(package)
+    }
+    for package, (purpose, extra) in found.items():
+        yield package, purpose, extra
+
+
+def _root(package: str) -> str:
+    """Returns the name that pip knows a module's package by."""
+    # torch includes the writer, which needs the package
+    return "tensorboard" if package == "torch.utils.tensorboard" else package.partition(".")[0]
 
 
 def has_triton() -> bool:

@@ -52,7 +52,7 @@ def test_questions_are_answered_before_anything_large_is_loaded():
     assert [loaded for _, _, _, loaded in answers] == [[]] * len(answers)
     assert nproc[3] == []
     assert settings[3] == ["megalith.config"]
-    for command in ("demo", "data", "recipes", "train", "eval", "generate", "verify"):
+    for command in ("demo", "data", "recipes", "train", "eval", "generate", "verify", "doctor"):
         assert f"\n  {command} " in help_[1]
     assert len(help_[1].splitlines()) < 25
     assert version[:2] == [0, f"megalith {__version__}\n"]

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from megalith import __version__
-from megalith.cli import convert, data, demo, evaluate, generate, recipes, report, train, verify
+from megalith.cli import convert, data, demo, doctor, evaluate, generate, recipes, report, train, verify
 from megalith.cli.console import say, show_text
 from megalith.errors import ConfigError, MegalithError, NonFiniteError, RankFailedError
 from megalith.resilience.rank_link import Failure, is_supervised, tell_failure
@@ -42,6 +42,7 @@ app.command("generate")(generate.generate)
 app.add_typer(convert.app, name="convert")
 app.command("report")(report.report)
 app.command("verify")(verify.verify)
+app.command("doctor")(doctor.doctor)
 
 
 @app.callback()
