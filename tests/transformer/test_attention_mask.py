@@ -123,7 +123,7 @@ def with_gradients(out: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def spelled_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, kept: Tensor) -> Tensor:
+def unfused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, kept: Tensor) -> Tensor:
     """Attention as a plain softmax over visible keys, each probability multiplied by ``kept``, [B, A, S, S]."""
     k, v = (x.repeat_interleave(A // G, dim=2) for x in (k, v))
     scores = torch.einsum("sbad,tbad->bast", q, k) / D**0.5
@@ -150,7 +150,7 @@ def test_attention_and_its_gradients_are_the_softmax_over_the_visible_keys(kind,
         built(p)(*leaves, LayerContext(mask=mask, documents=documents, token_dropout_key=key() if p else None)), leaves
     )
     wide = tuple(x.double().requires_grad_() for x in qkv(dtype))
-    want = with_gradients(spelled_out(*wide, mask.visible(S, CPU, documents), kept), wide)
+    want = with_gradients(unfused(*wide, mask.visible(S, CPU, documents), kept), wide)
     assert all(x.dtype == dtype for x in got)
     torch.testing.assert_close([x.double() for x in got], want, rtol=tolerance, atol=tolerance)
 

@@ -55,7 +55,7 @@ def attend(
     return core(q, k, v, LayerContext(documents=packed, token_dropout_key=key))
 
 
-def spelled_out(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, keep: Tensor | None = None, p: float = 0.0) -> Tensor:
+def unfused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, keep: Tensor | None = None, p: float = 0.0) -> Tensor:
     """Computes it head by head; ``visible`` [B, S, S], ``keep`` [B, A, S, S]."""
     out = torch.empty_like(q)
     for b in range(q.shape[1]):
@@ -81,11 +81,11 @@ def visible(lengths: list[list[int]] | None) -> Tensor:
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole rows", "documents"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_it_is_the_softmax_spelled_out_forward_and_backward(groups, lengths):
+def test_it_is_the_written_out_softmax_forward_and_backward(groups, lengths):
     packed = None if lengths is None else PackedSeqParams.from_lengths(lengths)
     tensors = qkv(groups=groups)
     got = with_gradients(lambda q, k, v: attend(q, k, v, packed), *tensors)
-    want = with_gradients(lambda q, k, v: spelled_out(q, k, v, visible(lengths)), *tensors)
+    want = with_gradients(lambda q, k, v: unfused(q, k, v, visible(lengths)), *tensors)
     torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
 
 
@@ -163,7 +163,7 @@ def test_dropout_zeroes_the_probabilities_that_its_mask_does_not_keep(lengths):
     p, key = 0.3, key_of()
     keep = attention_keep_mask(key.named(name_number("dropout")), p, A, S)
     got = with_gradients(lambda q, k, v: attend(q, k, v, packed, p, key), *qkv())
-    want = with_gradients(lambda q, k, v: spelled_out(q, k, v, visible(lengths), keep, p), *qkv())
+    want = with_gradients(lambda q, k, v: unfused(q, k, v, visible(lengths), keep, p), *qkv())
     torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
 
 

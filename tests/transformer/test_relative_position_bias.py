@@ -58,7 +58,7 @@ def tensors() -> list[Tensor]:
     return [torch.randn(S, B, A, D, generator=generator, dtype=torch.float64) for _ in range(4)]
 
 
-def spelled_out(causal: bool, lengths: list[list[int]] | None) -> list[Tensor]:
+def unfused(causal: bool, lengths: list[list[int]] | None) -> list[Tensor]:
     """out and the gradients of q, k, v and the table, score by score."""
     q, k, v, dout = tensors()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -109,7 +109,7 @@ def attend_on_ranks(method: ContextMethod | None, causal: bool, lengths: list[li
 @pytest.mark.parametrize("lengths", [None, [[5, 11], [9, 1, 6]]], ids=["whole", "packed"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_with_a_bias_is_its_formula_forward_and_backward(causal, lengths):
-    for got, want in zip(attend_on_ranks(None, causal, lengths), spelled_out(causal, lengths), strict=True):
+    for got, want in zip(attend_on_ranks(None, causal, lengths), unfused(causal, lengths), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=EXACT)
 
 
@@ -117,7 +117,7 @@ def test_attention_with_a_bias_is_its_formula_forward_and_backward(causal, lengt
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_split_over_cp_the_bias_is_that_of_global_positions(method, causal, lengths):
-    want = spelled_out(causal, lengths)
+    want = unfused(causal, lengths)
     parts = ranks(2, attend_on_ranks, method, causal, lengths)
     for rank, part in enumerate(parts):
         mine = zigzag_positions(S, 2, rank)

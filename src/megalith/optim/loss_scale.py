@@ -29,29 +29,29 @@ class DynamicLossScale:
     hysteresis: int
     smallest: float = 1.0
     clean_steps: int = 0
-    borne: int = 0
+    num_overflows: int = 0
 
     def update(self, overflowed: bool) -> None:
         """Updates the scale after a step."""
         if overflowed:
             self.clean_steps = 0
-            self.borne += 1
-            if self.borne >= self.hysteresis:
+            self.num_overflows += 1
+            if self.num_overflows >= self.hysteresis:
                 self.scale = max(self.smallest, self.scale / 2.0)
             return
         self.clean_steps += 1
         if self.clean_steps >= self.window:  # a run may resume with a smaller window
-            self.clean_steps = self.borne = 0
+            self.clean_steps = self.num_overflows = 0
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, float]:
         """Returns what changes from step to step."""
-        return {"scale": self.scale, "clean_steps": self.clean_steps, "borne": self.borne}
+        return {"scale": self.scale, "clean_steps": self.clean_steps, "borne": self.num_overflows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict()``. Raises CheckpointError for anything else."""
         checked = checked_loss_scale_state(JsonFields(state, "loss_scale"))
-        self.scale, self.clean_steps, self.borne = checked["scale"], checked["clean_steps"], checked["borne"]
+        self.scale, self.clean_steps, self.num_overflows = checked["scale"], checked["clean_steps"], checked["borne"]
 
 
 def checked_loss_scale_state(state: JsonFields) -> dict[str, Any]:

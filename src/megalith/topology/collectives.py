@@ -36,7 +36,7 @@ from megalith.errors import ShapeError
 from megalith.torch_compat.distributed import all_gather_into, reduce_scatter_into
 
 __all__ = [
-    "Travelling",
+    "PendingAllToAll",
     "all_gather_last_dim_from_tensor_parallel_region",
     "all_to_all",
     "begin_all_to_all",
@@ -131,19 +131,19 @@ def all_to_all(
 
 
 @dataclass(eq=False)
-class Travelling:
+class PendingAllToAll:
     """Handle of an asynchronous all-to-all, from ``begin_all_to_all`` to ``end_all_to_all``.
 
     Attributes:
-        left: the rows sent; stands for the exchange in autograd's graph, because the gradient sent back has this shape.
-        arriving: receive buffer; valid after the wait.
+        rows: the rows sent; stands for the exchange in autograd's graph, because the gradient sent back has this shape.
+        buffer: of the rows received; valid after the wait.
     """
 
-    left: Tensor
+    rows: Tensor
     group: ProcessGroup | None = None
     sent: Sequence[int] = ()
     received: Sequence[int] = ()
-    arriving: Tensor | None = None
+    buffer: Tensor | None = None
     work: dist.Work | None = None
 
     def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -166,24 +166,24 @@ def begin_all_to_all(
     group: ProcessGroup | None,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-) -> Travelling:
+) -> PendingAllToAll:
     """Starts an ``all_to_all`` without waiting: work issued before ``end_all_to_all`` overlaps with it.
 
     In backward, the gradients of that work are computed while the rows travel back.
     """
     if group is None or group.size() == 1:
-        return Travelling(x)
+        return PendingAllToAll(x)
     sent, received = _split_sizes(x, group.size(), output_split_sizes, input_split_sizes)
-    travelling = Travelling(x, group, sent, received)
-    travelling.left = _Departure.apply(x, travelling)
-    return travelling
+    pending = PendingAllToAll(x, group, sent, received)
+    pending.rows = _Send.apply(x, pending)
+    return pending
 
 
-def end_all_to_all(travelling: Travelling) -> Tensor:
+def end_all_to_all(pending: PendingAllToAll) -> Tensor:
     """Waits for the exchange and returns the received rows, in rank order."""
-    if travelling.group is None:
-        return travelling.left
-    rows: Tensor = _Arrival.apply(travelling.left, travelling)
+    if pending.group is None:
+        return pending.rows
+    rows: Tensor = _Receive.apply(pending.rows, pending)
     return rows
 
 
@@ -201,38 +201,38 @@ def _split_sizes(
     return sent, received
 
 
-class _Departure(torch.autograd.Function):
-    """Starts an all-to-all in forward; in backward waits for the one that ``_Arrival`` started."""
+class _Send(torch.autograd.Function):
+    """Starts an all-to-all in forward; in backward waits for the one that ``_Receive`` started."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, travelling: Travelling) -> Tensor:
-        ctx.travelling = travelling
-        travelling.arriving = travelling.start(x, travelling.sent, travelling.received)
+    def forward(ctx: Any, x: Tensor, pending: PendingAllToAll) -> Tensor:
+        ctx.pending = pending
+        pending.buffer = pending.start(x, pending.sent, pending.received)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.travelling.wait()
+        ctx.pending.wait()
         return dx, None
 
 
-class _Arrival(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     """Waits in forward; in backward sends the gradient, to which no other term has to be added."""
 
     @staticmethod
-    def forward(ctx: Any, left: Tensor, travelling: Travelling) -> Tensor:
-        ctx.travelling = travelling
-        travelling.wait()
-        rows, travelling.arriving = travelling.arriving, None
+    def forward(ctx: Any, rows_sent: Tensor, pending: PendingAllToAll) -> Tensor:
+        ctx.pending = pending
+        pending.wait()
+        rows, pending.buffer = pending.buffer, None
         assert rows is not None, "the exchange has not started, or has already ended"
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        travelling = ctx.travelling
-        return travelling.start(dy, travelling.received, travelling.sent), None
+        pending = ctx.pending
+        return pending.start(dy, pending.received, pending.sent), None
 
 
 class _Movement(torch.autograd.Function):

@@ -4,7 +4,7 @@ from megalith.config import RunConfig
 from megalith.parallel.expert.symmetric_a2a import ExchangeSizes
 from megalith.training.build_model import DTYPES
 
-__all__ = ["symmetric_sizes", "travelling_size"]
+__all__ = ["dispatched_size", "symmetric_sizes"]
 
 
 def symmetric_sizes(config: RunConfig) -> ExchangeSizes | None:
@@ -17,12 +17,12 @@ def symmetric_sizes(config: RunConfig) -> ExchangeSizes | None:
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         max_tokens=config.train.micro_batch_size * config.data.seq_length // (parallel.context * parallel.tensor),
-        size=travelling_size(config),
+        size=dispatched_size(config),
         dtype=DTYPES[config.precision.dtype],
     )
 
 
-def travelling_size(config: RunConfig) -> int:
+def dispatched_size(config: RunConfig) -> int:
     """Returns the number of features per token that are sent to experts."""
     moe = config.model.moe
     return config.model.hidden_size if moe is None or moe.latent_size is None else moe.latent_size

@@ -37,7 +37,7 @@ from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
 from megalith.training.build_model import build_pipeline, check_products, layer_product, param_dtype, placement_of_run
 from megalith.training.continuity import check_ranks_have_one_recipe, data_identity
-from megalith.training.exchange_sizes import symmetric_sizes, travelling_size
+from megalith.training.exchange_sizes import dispatched_size, symmetric_sizes
 from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.training.run import Run
@@ -143,7 +143,7 @@ def _fused_a2a(config: RunConfig, pg_collection: ProcessGroupCollection) -> Fuse
     with agreed():
         need("deep_ep")
     # this connects the ranks of ep to each other
-    num_bytes = travelling_size(config) * torch.bfloat16.itemsize
+    num_bytes = dispatched_size(config) * torch.bfloat16.itemsize
     return FusedA2A(pg_collection.ep, deep_ep_buffer(pg_collection.ep, num_bytes))
 
 

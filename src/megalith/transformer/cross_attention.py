@@ -23,7 +23,7 @@ from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.encoder_output import EncoderOutput
 from megalith.transformer.initialization import output_std
 from megalith.transformer.layer_context import LayerContext
-from megalith.transformer.spelled_out_attention import Scores, attend
+from megalith.transformer.unfused_attention import Scores, attend
 
 __all__ = ["CrossAttention"]
 
@@ -92,8 +92,8 @@ class CrossAttention(nn.Module):
         seen = encoder.seen
         if seen is None:
             seen = torch.ones(1, 1, len(q), len(k), dtype=torch.bool, device=q.device)
-        spelled_out = attend if dropout is None else torch.compiler.disable(attend)
-        out: Tensor = spelled_out(
+        unfused = attend if dropout is None else torch.compiler.disable(attend)
+        out: Tensor = unfused(
             q, k, v, Scores(self.scale, self.softcap), seen, dropout=dropout, head_offset=self.head_offset
         )
         return out

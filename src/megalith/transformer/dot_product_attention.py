@@ -3,7 +3,7 @@
     o = softmax(s + mask) v,   s = q k^T / sqrt(D), or scale q k^T, or c tanh(scale q k^T / c) with a softcap c
 
 Without dropout this is ``fused_attention``, which never materializes the S x S scores, except on its reference path for
-float64. Dropout, and a relative position bias, which has a gradient, materialize them: ``spelled_out_attention``.
+float64. Dropout, and a relative position bias, which has a gradient, materialize them: ``unfused_attention``.
 """
 
 import torch
@@ -19,7 +19,7 @@ from megalith.parallel.context.attention import ContextMethod, context_attention
 from megalith.transformer.attention_mask import BIDIRECTIONAL, CAUSAL, AttentionMask
 from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.layer_context import LayerContext
-from megalith.transformer.spelled_out_attention import Scores, attend
+from megalith.transformer.unfused_attention import Scores, attend
 
 __all__ = ["DotProductAttention"]
 
@@ -89,8 +89,8 @@ class DotProductAttention(nn.Module):
         seen = mask.visible(k.shape[0], q.device, documents, q.shape[0])
         scores_as = Scores(self.scale, self.softcap, None if bias is None else bias.whole, sink)
         # not traced: Inductor shifts the integers of dropout's mask as floats, which does not compile (torch 2.13)
-        spelled_out = attend if dropout is None else torch.compiler.disable(attend)
-        out: Tensor = spelled_out(q, k, v, scores_as, seen, dropout=dropout, head_offset=self.head_offset)
+        unfused = attend if dropout is None else torch.compiler.disable(attend)
+        out: Tensor = unfused(q, k, v, scores_as, seen, dropout=dropout, head_offset=self.head_offset)
         return out
 
     def _fused(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.packed_seq_params import PackedSeqParams
-from megalith.parallel.context.blocks import Block, Sight, blocks_between
+from megalith.parallel.context.blocks import Block, VisibleKeys, blocks_between
 from megalith.parallel.context.zigzag import zigzag_spans
 
 S = 24
@@ -51,7 +51,7 @@ def test_every_pair_that_sees_each_other_is_in_one_block(size, causal, left, rig
     documents = None if rows is None else PackedSeqParams.from_lengths(rows)
     num_rows = 1 if rows is None else len(rows)
     window = (left, min(right, 0)) if causal else (left, right)
-    sight = Sight.of(causal, window, documents)
+    visible = VisibleKeys.of(causal, window, documents)
     distance = torch.arange(S) - torch.arange(S).unsqueeze(1)
     want = ((distance >= -left) | (left == -1)) & (distance <= (S if right == -1 else right))
     want = (want & (distance <= 0) if causal else want).expand(num_rows, S, S)
@@ -61,27 +61,27 @@ def test_every_pair_that_sees_each_other_is_in_one_block(size, causal, left, rig
     spans = [span for rank in range(size) for span in zigzag_spans(S, size, rank)]
     found = torch.zeros(num_rows, S, S, dtype=torch.long)
     for queries, keys in product(spans, spans):
-        for block in blocks_between(queries, keys, sight):
+        for block in blocks_between(queries, keys, visible):
             assert min(block.window) >= -1
             found += pairs_of(block, num_rows)
     assert torch.equal(found, want.long())
-    gathered = [block for queries in spans for block in blocks_between(queries, range(S), sight)]
+    gathered = [block for queries in spans for block in blocks_between(queries, range(S), visible)]
     assert torch.equal(sum(pairs_of(block, num_rows) for block in gathered), want.long())
 
 
-def num_pairs(size: int, rank: int, other: int, sight: Sight) -> int:
+def num_pairs(size: int, rank: int, other: int, visible: VisibleKeys) -> int:
     """The number of pairs of a query of ``rank`` and a key of ``other``."""
     spans = product(zigzag_spans(S, size, rank), zigzag_spans(S, size, other))
-    blocks = (block for queries, keys in spans for block in blocks_between(queries, keys, sight))
+    blocks = (block for queries, keys in spans for block in blocks_between(queries, keys, visible))
     return sum(int(pairs_of(block, 1).sum()) for block in blocks)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_rank_computes_the_same_number_of_pairs_in_every_step_of_a_ring(size, causal):
-    sight, n = Sight.of(causal, None, None), S // (2 * size)
+    visible, n = VisibleKeys.of(causal, None, None), S // (2 * size)
     for step in range(size):
-        counts = {num_pairs(size, rank, (rank - step) % size, sight) for rank in range(size)}
+        counts = {num_pairs(size, rank, (rank - step) % size, visible) for rank in range(size)}
         own = n * (n + 1) + n * n  # two triangles, and the late chunk over the early one
         assert counts == {(own if step == 0 else 2 * n * n) if causal else 4 * n * n}
 
@@ -89,5 +89,5 @@ def test_every_rank_computes_the_same_number_of_pairs_in_every_step_of_a_ring(si
 def test_a_row_of_one_document_needs_no_more_blocks_than_one_without():
     documents = PackedSeqParams.from_lengths([[S], [S], [S]])
     for queries, keys in ((range(12, 18), range(6)), (range(6), range(12, 18))):
-        packed = list(blocks_between(queries, keys, Sight.of(False, None, documents)))
+        packed = list(blocks_between(queries, keys, VisibleKeys.of(False, None, documents)))
         assert [(block.rows, block.queries, block.keys) for block in packed] == [(slice(0, 3), queries, keys)]

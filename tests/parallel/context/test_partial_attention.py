@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megalith.fusions import fused_attention
 from megalith.packed_seq_params import PackedSeqParams
-from megalith.parallel.context.blocks import Sight
+from megalith.parallel.context.blocks import VisibleKeys
 from megalith.parallel.context.partial_attention import PartialAttention
 from megalith.parallel.context.zigzag import zigzag_positions, zigzag_spans
 
@@ -23,7 +23,7 @@ SIGHTS = {
 }
 
 
-def played(size: int, sight: Sight, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+def played(size: int, visible: VisibleKeys, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """out, dq, dk and dv, combined from every rank's queries over every rank's keys."""
     S, B, A, _ = q.shape
     spans = [zigzag_spans(S, size, rank) for rank in range(size)]
@@ -31,7 +31,7 @@ def played(size: int, sight: Sight, q: Tensor, k: Tensor, v: Tensor, dout: Tenso
     wide = torch.promote_types(q.dtype, torch.float32)
     found = [torch.zeros_like(x, dtype=wide) for x in (q, q, k, v)]
     for rank, mine in enumerate(held):
-        attention = PartialAttention(spans[rank], sight)
+        attention = PartialAttention(spans[rank], visible)
         out = torch.zeros_like(q[mine], dtype=wide)
         lse = q.new_full((B, A, len(mine)), -torch.inf, dtype=wide)
         for other, theirs in enumerate(held):
@@ -58,8 +58,8 @@ def test_all_ranks_together_give_the_whole(device, dtype, name):
     want = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     moved = None if documents is None else documents.to(device)
     for size in (1, 2, 4):
-        sight = Sight.of(causal, window, moved)
-        got = played(size, sight, *(x.detach().to(device, dtype) for x in (q, k, v, dout)))
+        visible = VisibleKeys.of(causal, window, moved)
+        got = played(size, visible, *(x.detach().to(device, dtype) for x in (q, k, v, dout)))
         for tensor, expected in zip(got, want, strict=True):
             error = (tensor.double().cpu() - expected).norm() / expected.norm()
             assert error <= NEAR[dtype], size
@@ -70,5 +70,5 @@ def test_blocks_whose_gradients_are_products_on_a_cpu_give_the_whole():
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, _ = fused_attention(*leaves)
     want = [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
-    for a, b in zip(played(2, Sight.of(True, None, None), q, k, v, dout), want, strict=True):
+    for a, b in zip(played(2, VisibleKeys.of(True, None, None), q, k, v, dout), want, strict=True):
         assert (a.double() - b).norm() <= NEAR[torch.float32] * b.norm()

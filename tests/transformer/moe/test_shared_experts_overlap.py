@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megalith.topology.collectives import Travelling
+from megalith.topology.collectives import PendingAllToAll
 from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.moe.moe_layer import MoELayer
 from tests.rank_pool import RankError, ranks
@@ -28,13 +28,13 @@ PATIENCE = 10.0  # seconds
 
 def forward_and_backward(on_event: Callable[[str], None], layer: MoELayer) -> None:
     """Reports the start and the end of each exchange, and each completion of the shared experts."""
-    start, wait = Travelling.start, Travelling.wait
+    start, wait = PendingAllToAll.start, PendingAllToAll.wait
 
-    def starting(self: Travelling, *args: Any) -> Any:
+    def starting(self: PendingAllToAll, *args: Any) -> Any:
         on_event("send")
         return start(self, *args)
 
-    def waiting(self: Travelling) -> None:
+    def waiting(self: PendingAllToAll) -> None:
         wait(self)
         on_event("arrive")
 
@@ -43,7 +43,7 @@ def forward_and_backward(on_event: Callable[[str], None], layer: MoELayer) -> No
     # the last of its weights to receive a gradient; those of gate and up are computed in one place
     layer.shared_experts.up_proj.weight.register_post_accumulate_grad_hook(lambda _: on_event("shared"))
     x = rows_of(dist.get_rank(), 6, 1, H).requires_grad_()
-    with patch.object(Travelling, "start", starting), patch.object(Travelling, "wait", waiting):
+    with patch.object(PendingAllToAll, "start", starting), patch.object(PendingAllToAll, "wait", waiting):
         layer(x, LayerContext()).sum().backward()
 
 
@@ -83,15 +83,15 @@ def waiting_at_once(late: bool) -> Any:
     if not late:
         yield
         return
-    start = Travelling.start
+    start = PendingAllToAll.start
 
-    def start_and_wait(self: Travelling, *args: Any) -> Any:
+    def start_and_wait(self: PendingAllToAll, *args: Any) -> Any:
         arrived = start(self, *args)
         assert self.work is not None
         self.work.wait()
         return arrived
 
-    with patch.object(Travelling, "start", start_and_wait):
+    with patch.object(PendingAllToAll, "start", start_and_wait):
         yield
 
 

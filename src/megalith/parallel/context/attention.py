@@ -25,7 +25,7 @@ from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.core.dispatch import chosen_by_use
 from megalith.numerics.dropout import Dropout
 from megalith.packed_seq_params import PackedSeqParams
-from megalith.parallel.context.blocks import Sight
+from megalith.parallel.context.blocks import VisibleKeys
 from megalith.parallel.context.partial_attention import HeadDropout, PartialAttention
 from megalith.parallel.context.ring import Ring, ring_attention
 from megalith.parallel.context.zigzag import zigzag_join, zigzag_spans, zigzag_split
@@ -96,11 +96,11 @@ def context_attention(
             f"packed_seq_params must describe whole rows of {S} tokens, {q.shape[0]} on each of the {W} ranks of cp; "
             f"got rows of {packed_seq_params.seq_length}"
         )
-    sight = Sight.of(causal, window, packed_seq_params)
+    visible = VisibleKeys.of(causal, window, packed_seq_params)
     drops = None if dropout is None else HeadDropout(dropout, head_offset)
     if method.name == "all_gather":
         attention = PartialAttention(
-            zigzag_spans(S, W, group.rank()), sight, drops, chosen_by_use(), scale=scale, softcap=softcap
+            zigzag_spans(S, W, group.rank()), visible, drops, chosen_by_use(), scale=scale, softcap=softcap
         )
         k, v = (zigzag_join(gather_from_sequence_parallel_region(x, group), W) for x in (k, v))  # [S, B, G, D]
         return ring_attention(q, k, v, sink, attention, Ring(None), [[range(S)]], bias)
@@ -111,7 +111,7 @@ def context_attention(
     q, k, v = (trade.for_sequence(x) for x in trade.divisible(q, k, v))  # [S/cp inner, B, A/inner, D]
     drops = None if drops is None else trade.dropout(drops, q.shape[2])
     sink, bias = (None if x is None else trade.of_heads(x) for x in (sink, bias))
-    attention = PartialAttention(spans[ring.index], sight, drops, chosen_by_use(), scale=scale, softcap=softcap)
+    attention = PartialAttention(spans[ring.index], visible, drops, chosen_by_use(), scale=scale, softcap=softcap)
     return trade.for_heads(ring_attention(q, k, v, sink, attention, ring, spans, bias))
 
 

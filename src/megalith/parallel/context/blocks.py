@@ -16,11 +16,11 @@ from itertools import groupby
 from megalith.fusions.attention.attention import key_range
 from megalith.packed_seq_params import PackedSeqParams
 
-__all__ = ["Block", "Sight", "blocks_between"]
+__all__ = ["Block", "VisibleKeys", "blocks_between"]
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisibleKeys:
     """How many keys a query sees ``before`` and ``after`` its own position, and the documents that limit it."""
 
     before: int
@@ -28,7 +28,7 @@ class Sight:
     documents: PackedSeqParams | None = None
 
     @classmethod
-    def of(cls, causal: bool, window: tuple[int, int] | None, documents: PackedSeqParams | None) -> "Sight":
+    def of(cls, causal: bool, window: tuple[int, int] | None, documents: PackedSeqParams | None) -> "VisibleKeys":
         """Converts the arguments of ``fused_attention``, with documents of whole rows; raises ConfigError like it."""
         return cls(*key_range(causal, window), documents)
 
@@ -43,48 +43,48 @@ class Block:
     rows: slice
     queries: range
     keys: range
-    sight: Sight
+    visible: VisibleKeys
     documents: PackedSeqParams | None = None
 
     @property
     def window(self) -> tuple[int, int]:
         """The window as ``fused_attention`` expects it, which aligns the last query with the last key."""
         shift = self.keys.stop - self.queries.stop  # position of the key aligned with a query, minus the query's own
-        before, after = self.sight.before + shift, self.sight.after - shift
+        before, after = self.visible.before + shift, self.visible.after - shift
         return (
             -1 if before >= len(self.keys) - 1 else before,
             -1 if after >= len(self.queries) - 1 else after,
         )
 
 
-def blocks_between(queries: range, keys: range, sight: Sight) -> Iterator[Block]:
+def blocks_between(queries: range, keys: range, visible: VisibleKeys) -> Iterator[Block]:
     """Yields blocks that together contain every visible pair of ``queries`` and ``keys`` once.
 
     With packed documents the ranges must be disjoint, or ``keys`` must contain all of ``queries``.
     """
-    documents = sight.documents
+    documents = visible.documents
     if documents is None:
-        yield from _seen(slice(None), queries, keys, sight)
+        yield from _seen(slice(None), queries, keys, visible)
     elif queries == keys:
-        yield Block(slice(None), queries, keys, sight, documents.within(queries.start, queries.stop))
+        yield Block(slice(None), queries, keys, visible, documents.within(queries.start, queries.stop))
     elif keys.start <= queries.start and queries.stop <= keys.stop:
         for part in (range(keys.start, queries.start), queries, range(queries.stop, keys.stop)):
-            yield from blocks_between(queries, part, sight)
+            yield from blocks_between(queries, part, visible)
     elif keys:
         reaching = [_shared(row, queries, keys) for row in documents.rows()]
         for shared, rows in groupby(range(len(reaching)), key=reaching.__getitem__):
             first, *others = rows
             if shared is not None:
-                yield from _seen(slice(first, first + 1 + len(others)), *shared, sight)
+                yield from _seen(slice(first, first + 1 + len(others)), *shared, visible)
 
 
-def _seen(rows: slice, queries: range, keys: range, sight: Sight) -> Iterator[Block]:
+def _seen(rows: slice, queries: range, keys: range, visible: VisibleKeys) -> Iterator[Block]:
     """Yields the block without keys that no query sees and queries that see no key; nothing if none are left."""
-    low, high = max(keys.start, queries.start - sight.before), min(keys.stop, queries.stop + sight.after)
+    low, high = max(keys.start, queries.start - visible.before), min(keys.stop, queries.stop + visible.after)
     if low >= high:
         return
-    first, last = max(queries.start, low - sight.after), min(queries.stop, high + sight.before)
-    yield Block(rows, range(first, last), range(low, high), sight)
+    first, last = max(queries.start, low - visible.after), min(queries.stop, high + visible.before)
+    yield Block(rows, range(first, last), range(low, high), visible)
 
 
 def _shared(row: list[tuple[int, int]], queries: range, keys: range) -> tuple[range, range] | None:

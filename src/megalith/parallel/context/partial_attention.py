@@ -18,7 +18,7 @@ from megalith.fusions.attention.attention import attention_gradients, fused_atte
 from megalith.fusions.attention.formulas import OnScores, Seen, gradients_with_bias, reference
 from megalith.fusions.core.dispatch import Backend, use
 from megalith.numerics.dropout import Dropout, attention_keep_mask
-from megalith.parallel.context.blocks import Block, Sight, blocks_between
+from megalith.parallel.context.blocks import Block, VisibleKeys, blocks_between
 from megalith.parallel.context.relative_bias import add_gradient_between_, bias_between
 
 __all__ = ["HeadDropout", "Part", "PartialAttention"]
@@ -52,7 +52,7 @@ class PartialAttention:
     """
 
     spans: Sequence[range]
-    sight: Sight
+    visible: VisibleKeys
     dropout: HeadDropout | None = None
     preferred: Backend | None = None
     scale: float | None = None
@@ -64,7 +64,7 @@ class PartialAttention:
         """Yields all blocks of the queries with keys at ``key_spans``."""
         for queries, to_query in _placed(self.spans):
             for keys, to_key in _placed(key_spans):
-                for block in blocks_between(queries, keys, self.sight):
+                for block in blocks_between(queries, keys, self.visible):
                     at, of = to_query + block.queries.start, to_key + block.keys.start
                     yield Part(block, slice(at, at + len(block.queries)), slice(of, of + len(block.keys)))
 
@@ -95,14 +95,14 @@ class PartialAttention:
                 whole[at, rows] += term
 
     def _forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor, at: slice) -> tuple[Tensor, Tensor]:
-        if self._spells_out:
+        if self._materializes_scores:
             return reference(q, k, v, None, *self._seen(block, q), on_scores=self._on_scores(block, q, at))
         return fused_attention(q, k, v, **self._fused(block))
 
     def _backward(
         self, block: Block, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: slice
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self._spells_out:
+        if self._materializes_scores:
             seen, on_scores = self._seen(block, q), self._on_scores(block, q, at)
             dq, dk, dv, dbias = gradients_with_bias(dout, q, k, v, out, lse, *seen, on_scores=on_scores)
             if dbias is not None and self.dby_distance is not None:
@@ -112,7 +112,7 @@ class PartialAttention:
             return attention_gradients(dout, q, k, v, out, lse, **self._fused(block))
 
     @property
-    def _spells_out(self) -> bool:
+    def _materializes_scores(self) -> bool:
         return self.dropout is not None or self.by_distance is not None
 
     def _fused(self, block: Block) -> dict[str, Any]:

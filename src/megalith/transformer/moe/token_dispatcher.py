@@ -31,7 +31,7 @@ from megalith.parallel.expert.symmetric_a2a import (
     symmetric_combine,
 )
 from megalith.topology.collectives import (
-    Travelling,
+    PendingAllToAll,
     all_to_all,
     begin_all_to_all,
     end_all_to_all,
@@ -149,8 +149,8 @@ class _Counts:
 class _OnTheirWay:
     """Rows and weights in flight; ``sorted_here`` maps tokens to rows sorted by all experts, on this rank."""
 
-    rows: Travelling
-    weights: Travelling
+    rows: PendingAllToAll
+    weights: PendingAllToAll
     sorted_here: RowMap
     counts: _Counts
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions import fused_attention
-from megalith.transformer.spelled_out_attention import Scores, attend
+from megalith.transformer.unfused_attention import Scores, attend
 from tests.live_memory import LiveMemory
 
 S, B, A, G, D = 48, 2, 4, 2, 64
