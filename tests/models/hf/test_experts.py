@@ -114,6 +114,9 @@ def test_a_factor_of_the_weights_is_why_no_family_fits_and_the_error_begins_with
         "- moe.router.scaling_factor must be 1.0; got 2.0",
     ]
     assert lines[3].endswith("with model.moe.router.scaling_factor=1, the default")
-    assert sum(line.endswith("cannot represent this model:") for line in lines) == len(FAMILIES)
+    assert sum(line.endswith("cannot represent this model:") for line in lines) == 3
+    assert lines[-1].startswith("others, by how many settings do not fit: ")
+    told = {line.partition(" ")[0] for line in lines} | set(lines[-1].partition(": ")[2].replace(",", "").split())
+    assert {family.architecture for family in FAMILIES} <= told
     without = TransformerConfig(preset="moe-tiny", vocab_size=2048, moe={"router": {"scaling_factor": 1.0}})
     assert fitting(without) == MIXTRAL

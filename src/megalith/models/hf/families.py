@@ -46,6 +46,8 @@ FAMILIES = (
     *T5_FAMILIES,
 )
 _PART = re.compile(r"; got \w+Config\(")  # the value of a settings group that must be absent
+_REASON = "\n- "  # before each setting that does not fit
+_NUM_CLOSE = 3  # families whose reasons are listed
 _WAYS_OUT: Mapping[str, str] = MappingProxyType(
     {
         "moe.router.scaling_factor must be ": "only families with latent attention (model.mla) support this factor; to "
@@ -88,22 +90,25 @@ def detect(hf_config: Mapping[str, Any]) -> Family:
 def fitting(config: TransformerConfig) -> Family:
     """Returns the first of ``FAMILIES`` that can represent ``config``, or the part of the model that it writes.
 
-    Raises ConfigError with the reasons of each family, the closest first, and how to fix them.
+    Raises ConfigError with the reasons of the closest families, how to fix those of the first, and how many settings of
+    each other family do not fit.
     """
-    refusals: list[str] = []
+    refusals: dict[str, str] = {}  # by reason, without repetition: heads of one model may be families of their own
     for family in FAMILIES:
         try:
             family.require(family.written(config))
         except ConfigError as error:
-            refusals.append(str(error))
+            refusals.setdefault(str(error), family.architecture)
         else:
             return family
     nearest, *others = sorted(refusals, key=_distance)
-    hints = [hint for reason, hint in _WAYS_OUT.items() if f"\n- {reason}" in nearest]
-    nearest = "\n".join(["no transformers architecture can represent this model; the closest:", nearest, *hints])
-    raise ConfigError("\n".join([nearest, *others]))
+    hints = [hint for reason, hint in _WAYS_OUT.items() if f"{_REASON}{reason}" in nearest]
+    close, far = others[: _NUM_CLOSE - 1], others[_NUM_CLOSE - 1 :]
+    counts = dict.fromkeys(f"{refusals[refusal]} {refusal.count(_REASON)}" for refusal in far)
+    lines = ["no transformers architecture can represent this model; the closest:", nearest, *hints, *close]
+    raise ConfigError("\n".join([*lines, f"others, by how many settings do not fit: {', '.join(counts)}"]))
 
 
 def _distance(refusal: str) -> tuple[int, int]:
     """Returns how many parts of the model a family lacks, such as experts, and how many settings do not fit."""
-    return len(_PART.findall(refusal)), refusal.count("\n- ")
+    return len(_PART.findall(refusal)), refusal.count(_REASON)

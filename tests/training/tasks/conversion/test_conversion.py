@@ -265,7 +265,9 @@ def test_the_imported_run_is_used_by_every_command(tmp_path):
 def test_which_family_fits_follows_from_the_model_and_each_refusal_has_its_reason():
     assert fitting(TransformerConfig(**LLAMA)).model_type == "llama"
     assert fitting(TransformerConfig(**GPT2, max_position_embeddings=16)).model_type == "gpt2"
-    with pytest.raises(ConfigError, match=r"(?s)LlamaForCausalLM cannot .*hidden_dropout.*GPT2LMHeadModel cannot .*"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)LlamaForCausalLM cannot .*hidden_dropout.*others, .*GPT2LMHeadModel 8, "
+    ):
         fitting(TransformerConfig(**LLAMA, hidden_dropout=0.1))
 
 
