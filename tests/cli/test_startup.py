@@ -65,3 +65,15 @@ def test_questions_are_answered_before_anything_large_is_loaded():
     assert completed[1].split() == ["llama-28m", "llama-4m"]
     assert settings[1].split() == ["optim.warmup_steps="]
     assert (nproc[0], "--nproc must be at least 1" in nproc[2]) == (2, True)
+
+
+def test_a_low_limit_on_open_files_is_raised_as_far_as_allowed():
+    program = (
+        "import resource; from megalith.cli import main\n"
+        "for limits in ((64, 128), (64, 1 << 20), (128, 128)):\n"
+        "    resource.setrlimit = lambda _, wanted: print(*wanted)\n"
+        "    resource.getrlimit = lambda _: limits\n"
+        "    main._allow_many_files()\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert found.splitlines() == ["128 128", f"{1 << 16} {1 << 20}"]

@@ -15,7 +15,20 @@ CLASSES: dict[str, Any] = {
 }
 
 DATA_MISTAKES = [
-    Mistake(TWO | {"data.train": ["web", "code"]}, r"data.train must be text; got \['web', 'code'\]"),
+    Mistake({"data.train": ["x/web", "x/code"]}, r"must be a prefix, or .* by name: .*={web: x/web, code: x/code}$"),
+    Mistake(
+        {"data.train": [0.7, "x/web.v2", 0.3, "x/code"]},
+        r"use data.train={web-v2: x/web.v2, code: x/code}, data.weights={web-v2: 0.7, code: 0.3}$",
+    ),
+    Mistake({"data.train": "0.7 x/web 0.3 x/code"}, r"by name: .*x/code}, data.weights={web: 0.7, code: 0.3}$"),
+    Mistake({"data.valid": "1 x/web 3 x/code"}, r"data.valid must be .*; use data.valid={web: x/web, code: x/code}$"),
+    Mistake({"data.train": ["x/a", "y/a"]}, r"data.train must be a prefix, or several by name"),
+    Mistake({"data.train": {2024: "a", "b": "b"}}, r"names in data.train must be text; got 2024: .*'2024': a"),
+    Mistake(
+        {"data.train": {"2024": "a", "b": "b"}, "data.weights": {2024: 1, "b": 2}},
+        r"names in data.weights must be text; got 2024: .*; use data.weights={'2024': 1, b: 2}$",
+    ),
+    Mistake({"data.train": {"a": "x/y", "b": "./x/../x/y"}}, r"data.train.a and data.train.b are the same dataset"),
     Mistake({"data.weights": {"web": 1}}, r"data.weights has no effect with one dataset .*; use data.weights=null$"),
     Mistake({"data.phases": [{"first_sample": 1, "weights": {}}]}, r"data.phases has no effect .*data.phases=null$"),
     Mistake(TWO | {"data.weights": [1, 2]}, r"data.weights must be numbers by name, such as .*; got \[1, 2\]"),

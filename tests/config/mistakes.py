@@ -286,7 +286,7 @@ MISTAKES = [
         r"train.generation.prompts\[0\] must not be empty; got ''; use train.generation.prompts=\[Once upon a time\]",
     ),
     Mistake({"data.valid": {}}, r"data.valid must have at least 1 entry; got {}; use data.valid=null$"),
-    Mistake({"data.valid": ["a"]}, r"data.valid must be text; got \['a'\]"),
+    Mistake({"data.valid": ["a"]}, r"data.valid must be a prefix, or several by name: .*; got \['a'\]; use .*={a: a}$"),
     Mistake({"data.valid": {"web": "a", "co.de": "b"}}, r"valid.co.de must be a name made of letters, digits, _ and -"),
     Mistake({"data.valid": {"web": "a", "code": 3}}, r"data.valid.code must be text; got 3; use data.valid=null$"),
     Mistake({"data.valid": {"web": {"a": "b"}}}, r"data.valid.web must be text; got {'a': 'b'}"),

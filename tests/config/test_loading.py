@@ -201,6 +201,19 @@ def test_of_thousands_of_mistakes_the_first_are_told_and_the_rest_counted():
     assert (lines[0], len(lines), lines[-1]) == ("500 settings are invalid:", 52, "  and 450 more")
 
 
+def test_values_by_name_are_overridden_one_by_one():
+    both = ["data.train={web: a, code: b}", "data.weights={web: 1, code: 2}"]
+    data = load_run("llama-4m", [*both, "data.train.web=c", "data.weights.code=5", "data.valid.held_out=d"]).data
+    assert (data.train, data.weights) == ({"web": "c", "code": "b"}, {"web": 1, "code": 5})
+    assert data.valid == {"held_out": "d"}
+    again = load_run("llama-4m", ["data.train.a=x", "data.train.b=y", "data.train.c=z", "data.train.b=null"]).data
+    assert again.train == {"a": "x", "c": "z"}
+    with pytest.raises(ConfigError, match=r"data.train=x has no names; give all values by name: data.train='{NAME: "):
+        load_run("llama-4m", ["data.train=x", "data.train.web=y"])
+    with pytest.raises(ConfigError, match=r"there is no setting run.web"):
+        load_run("llama-4m", ["run.web=y"])
+
+
 @pytest.mark.parametrize("name", ["run", "load", "data.train", "data.valid", "data.tokenizer"])
 def test_a_path_that_no_file_can_have_is_refused(name):
     with pytest.raises(ConfigError, match=rf"{name} must not contain a NUL character"):

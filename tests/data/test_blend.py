@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.data.blend import Blend, BlendPhase, identity_of_first
+from megalith.data.blend import Blend, BlendPhase, identity_of_first, weights_to_continue
 from megalith.data.blended_dataset import BlendedDataset
 from megalith.errors import ConfigError
 
@@ -105,6 +105,33 @@ def test_sample_10_to_the_15_is_found_like_any_other():
     assert {each: after[each] - count for each, count in before.items() if after[each] != count} == {name: 1}
 
 
+def test_what_rounding_owes_to_a_dataset_is_made_up_for_in_the_next_phases():
+    ramp = {8 * k: {"code": 1 + k * 0.005, "web": 99 - k * 0.005} for k in range(1000)}  # 279.8 samples of 8000
+    assert blend(*ramp.items()).counts(8000)["code"] == 280
+    changing = {32 * k: {"math": 10, "a": 30 + k, "b": 60 - k} for k in range(50)}
+    assert blend(*changing.items()).counts(1600)["math"] == 160
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 12), st.dictionaries(st.sampled_from("abcde"), st.integers(1, 30), min_size=1)),
+        min_size=1,
+        max_size=25,
+    )
+)
+def test_over_phases_of_any_length_each_dataset_provides_its_shares_within_three(phases):
+    starts = np.cumsum([0, *(length for length, _ in phases)]).tolist()
+    found = blend(*zip(starts, (weights for _, weights in phases), strict=False))
+    due = dict.fromkeys("abcde", Fraction())
+    for start, (length, weights) in zip(starts, phases, strict=False):
+        for count in range(1, length + 1):
+            for name, weight in weights.items():
+                due[name] += Fraction(weight, sum(weights.values()))
+            counts = found.counts(start + count)
+            assert all(abs(counts.get(name, 0) - share) < 3 for name, share in due.items())
+
+
 def test_a_later_phase_changes_no_earlier_sample():
     one, two = blend((0, {"a": 1, "b": 2})), blend((0, {"a": 1, "b": 2}), (90, {"a": 1, "b": 0, "c": 1}))
     assert [one.locate(index) for index in range(90)] == [two.locate(index) for index in range(90)]
@@ -143,7 +170,7 @@ def test_a_sample_of_a_blend_is_that_of_its_dataset():
         (None, {4: {"w": 1, "c": 1}, 3: {"w": 1, "c": 1}}),
     ],
 )
-def test_weights_and_phases_that_no_order_follows_from_are_refused(weights, phases):
+def test_invalid_weights_and_phases_are_refused(weights, phases):
     with pytest.raises(ConfigError, match=r"the weights of a blend must be .* one for each of w, c|phases of a blend"):
         BlendedDataset({name: Numbered(name) for name in "wc"}, weights, phases)
 
@@ -168,6 +195,13 @@ def test_the_identity_has_plain_values_for_each_dataset_and_the_weights():
     }
 
 
+def test_datasets_without_a_tokenizer_have_none_in_the_identity():
+    plain = Numbered("w")
+    plain.identity = lambda: {"text": "x", "tokenizer": None}
+    assert BlendedDataset({"w": plain, "c": plain}).identity()["tokenizer"] is None
+    assert BlendedDataset({"w": plain, "c": Numbered("c")}).identity()["tokenizer"] == "t"
+
+
 SAME = {
     "a phase to come": (identity({"w": 1, "c": 2}), identity({"w": 1, "c": 2}, at_9={"w": 1, "c": 1})),
     "a dataset to come": (identity({"w": 1, "c": 2}), identity({"w": 1, "c": 2}, at_9={"w": 1, "d": 1})),
@@ -190,15 +224,44 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_what_comes_later_is_no_other_data(name):
+def test_changes_of_what_is_read_later_leave_the_identity_as_it_is(name):
     before, now = (identity_of_first(each, 9) for each in SAME[name])
     assert before == now
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_changes_samples_that_were_read_is_other_data(name):
+def test_changes_of_what_was_read_change_the_identity(name):
     before, now = (identity_of_first(each, 9) for each in OTHERS[name])
     assert any(before[key] != now[key] for key in before.keys() & now.keys())
+
+
+ONE = Numbered("w").identity()
+CONTINUED = {
+    "other weights": (
+        identity({"w": 1, "c": 2}),
+        identity({"w": 1, "c": 1}),
+        [(0, {"w": 1, "c": 2}), (9, {"w": 1, "c": 1})],
+    ),
+    "a phase too early": (
+        identity({"w": 1, "c": 2}, at_4={"w": 1}),
+        identity({"w": 1, "c": 2}, at_5={"c": 1}, at_20={"w": 2, "c": 3}),
+        [(0, {"w": 1, "c": 2}), (4, {"w": 1, "c": 0}), (9, {"w": 0, "c": 1}), (20, {"w": 2, "c": 3})],
+    ),
+    "one dataset": (ONE, identity({"w": 1, "d": 4}), [(0, {"w": 1, "d": 0}), (9, {"w": 1, "d": 4})]),
+    "one dataset that is gone": (ONE, identity({"c": 1, "d": 4}), None),
+    "another name": (identity({"w": 1, "c": 2}), identity({"x": 1, "c": 2}), None),
+    "no identity": ({}, identity({"w": 1, "c": 2}), None),
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_run_is_told_with_which_weights_it_goes_on(name):
+    before, now, want = CONTINUED[name]
+    assert weights_to_continue(before, now, 9) == want
+    if want is not None:  # with these, what was read is the same
+        (_, first), *later = want
+        followed = identity(first, **{f"at_{start}": weights for start, weights in later})
+        assert identity_of_first(followed, 9) == identity_of_first(before, 9)
 
 
 @pytest.mark.parametrize("damaged", ["", "x", "0: ", "0: web", ";;; 9", "0: web 3; 99999999999999999999: c 1", 3, None])

@@ -6,8 +6,10 @@ run, so that ``megalith --help`` does not import torch.
 """
 
 import os
+import resource
 import sys
 import time
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import Annotated, NoReturn
 
@@ -20,6 +22,8 @@ from megalith.errors import ConfigError, MegalithError, NonFiniteError, RankFail
 from megalith.resilience.rank_link import Failure, is_supervised, tell_failure
 
 __all__ = ["app", "main", "run"]
+
+_MOST_FILES = 1 << 16
 
 
 def _show_version(wanted: bool) -> None:
@@ -57,6 +61,7 @@ def megalith(
 def main() -> NoReturn:
     """Runs the command line and exits."""
     _open_missing_streams()
+    _allow_many_files()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # paths and texts may have characters that the terminal's encoding lacks, which must not raise an error
@@ -93,6 +98,15 @@ def _open_missing_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _allow_many_files() -> None:
+    """Raises the limit on open files as far as allowed: a blend keeps two files of each dataset open."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(_MOST_FILES, most) if most != resource.RLIM_INFINITY else _MOST_FILES
+    if resource.RLIM_INFINITY != allowed < wanted:
+        with suppress(OSError, ValueError):  # some systems have a lower limit of their own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _require_working_folder() -> None:

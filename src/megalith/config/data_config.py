@@ -11,7 +11,7 @@ from megalith.config.fill_in_the_middle_config import FillInTheMiddleConfig
 from megalith.config.masking_config import MaskingConfig
 from megalith.config.settings_group import LARGEST_COUNT, LARGEST_SIZE, FilePath, SettingsGroup
 
-__all__ = ["PREFIX_KINDS", "BlendPhaseConfig", "DataConfig", "train_setting", "valid_setting"]
+__all__ = ["PREFIX_KINDS", "PREFIX_SETTINGS", "BlendPhaseConfig", "DataConfig", "train_setting", "valid_setting"]
 
 
 def _plain_name(name: str) -> str:
@@ -22,6 +22,7 @@ def _plain_name(name: str) -> str:
 
 # the forms that data.train and data.valid may take; the tag makes pydantic report errors about the form that was given
 PREFIX_KINDS = ("prefix", "named prefixes")
+PREFIX_SETTINGS = ("data.train", "data.valid")
 _Name = Annotated[str, AfterValidator(_plain_name)]
 _NamedPrefixes = Annotated[Mapping[_Name, FilePath], Field(min_length=1)]
 _Prefixes = Annotated[
@@ -32,7 +33,7 @@ _Weights = Mapping[str, Annotated[float, Field(ge=0)]]
 
 
 class BlendPhaseConfig(SettingsGroup):
-    """Other weights of the datasets from a sample on."""
+    """Weights that apply from a given sample on."""
 
     first_sample: int = Field(
         ge=1, le=LARGEST_COUNT, description="[samples] that precede the first one with these weights", examples=[100000]

@@ -1,6 +1,9 @@
 """Rules on the datasets of a run and the weights by which they are blended."""
 
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -9,12 +12,39 @@ from megalith.config.draft import Draft, Fix, Violation
 __all__ = [
     "blended_datasets_are_drawn",
     "blends_have_no_classes",
+    "fixes_of_a_list",
     "phases_follow_each_other",
+    "several_datasets_have_names",
     "weights_are_of_several_datasets",
     "weights_name_every_dataset",
 ]
 
-_TRAIN, _WEIGHTS, _PHASES = "data.train", "data.weights", "data.phases"
+_TRAIN, _VALID, _WEIGHTS, _PHASES = "data.train", "data.valid", "data.weights", "data.phases"
+
+
+def several_datasets_have_names(run: Draft) -> Iterator[Violation]:
+    """Several datasets are given by name, not as one text with weights as in Megatron's --data-path."""
+    for name in (_TRAIN, _VALID):
+        given = run.get(name)
+        if isinstance(given, str) and re.fullmatch(r"\s*[0-9.]+\s+\S+(\s+[0-9.]+\s+\S+)*\s*", given):
+            message = f"{name} must be a prefix, or several by name: {{web: PREFIX, code: PREFIX}}; got {given!r}"
+            yield Violation("several_datasets_have_names", name, message, tuple(fixes_of_a_list(name, given.split())))
+
+
+def fixes_of_a_list(name: str, given: Sequence[Any]) -> Iterator[Fix]:
+    """Yields a fix for datasets given in Megatron's form, as prefixes, or as weights and prefixes in turn."""
+    prefixes = [str(each) for each in given]
+    weights: list[float] = []
+    with suppress(ValueError):
+        weights = [float(each) for each in prefixes[::2]]
+        prefixes = prefixes[1::2]
+    names = [re.sub(r"[^A-Za-z0-9_-]", "-", os.path.basename(prefix)) for prefix in prefixes]
+    if not prefixes or len({*names} - {""}) < len(prefixes):
+        return  # no names to suggest
+    fix: dict[str, Any] = {name: dict(zip(names, prefixes, strict=True))}
+    if name == _TRAIN and len(weights) == len(names) > 1:
+        fix[_WEIGHTS] = dict(zip(names, weights, strict=True))
+    yield fix
 
 
 def weights_are_of_several_datasets(run: Draft) -> Iterator[Violation]:
@@ -63,8 +93,9 @@ def blended_datasets_are_drawn(run: Draft) -> Iterator[Violation]:
             message = f"{_TRAIN}.{name} is never read, because its weight is 0; leave it out, or give it a weight"
             fix = {_WEIGHTS: {**run[_WEIGHTS], name: 1.0}}
             yield Violation("blended_datasets_are_drawn", f"{_TRAIN}.{name}", message, (fix,))
+    places = {name: os.path.abspath(prefix) if "://" not in prefix else prefix for name, prefix in prefixes.items()}
     for number, name in enumerate(names):
-        for other in (other for other in names[:number] if prefixes[other] == prefixes[name]):
+        for other in (other for other in names[:number] if places[other] == places[name]):
             message = (
                 f"{_TRAIN}.{other} and {_TRAIN}.{name} are the same dataset ({prefixes[name]}), whose samples would be "
                 "drawn twice in the same order; name it once, with both weights"

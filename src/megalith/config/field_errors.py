@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megalith.config.batch_size_schedule import mend_batch_size_schedule
-from megalith.config.data_config import PREFIX_KINDS
+from megalith.config.data_config import PREFIX_KINDS, PREFIX_SETTINGS
+from megalith.config.data_rules import fixes_of_a_list
 from megalith.config.dotted import look_up, parent
 from megalith.config.draft import Fix, Violation
 from megalith.config.moved import MOVED
@@ -115,8 +116,11 @@ def _missing(name: str, tree: Mapping[str, Any], value_of: Callable[[str], Any])
 
 
 def _malformed(name: str, error: ErrorDetails) -> Violation:
-    message = f"{name} {_wanted(error)}; got {_shown(error['input'])}"
-    return Violation("malformed", name, message, tuple(_replacements(name, error)))
+    message, fixes = f"{name} {_wanted(error)}; got {_shown(error['input'])}", list(_replacements(name, error))
+    if name in PREFIX_SETTINGS and isinstance(error["input"], list):
+        message = f"{name} must be a prefix, or several by name: {{web: PREFIX, code: PREFIX}}; got {error['input']}"
+        fixes = [*fixes_of_a_list(name, error["input"]), *_defaults(name)]
+    return Violation("malformed", name, message, tuple(fixes))
 
 
 def _malformed_inside(
@@ -124,9 +128,14 @@ def _malformed_inside(
 ) -> Violation:
     """Returns the violation of an entry of a list or mapping, or of a field of a list entry."""
     index, *field = inside
+    entries: Any = look_up(tree, name)
+    if isinstance(entries, Mapping) and not isinstance(index, str):
+        message = f"the names in {name} must be text; got {index!r}: write it in quotes, '{index}'"
+        quoted = {name: {str(key): value for key, value in entries.items()}}
+        return Violation("malformed", name, message, (quoted, *_defaults(name)))
     where = ".".join([f"{name}[{index}]" if isinstance(index, int) else f"{name}.{index}", *map(str, field)])
     message = f"{where} {_wanted(error)}; got {_shown(error['input'])}"
-    entries = list(look_up(tree, name))
+    entries = list(entries)
     fixes: list[Fix] = []
     if isinstance(index, int) and field and isinstance(entries[index], Mapping):
         without = {key: value for key, value in entries[index].items() if key != field[0]}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from megalith.config.dotted import look_up, parent, put_
 from megalith.config.moved import MOVED, log_moved, means_not_set
@@ -13,7 +13,7 @@ from megalith.config.run_config import RunConfig
 from megalith.config.settings_group import SettingsGroup
 from megalith.config.settings_tree import FIELDS, GROUPS, plain_tree
 from megalith.config.suggestions import violations
-from megalith.config.yaml_text import MOST_BYTES, read_override, read_yaml, write_yaml
+from megalith.config.yaml_text import MOST_BYTES, read_override, read_yaml, write_override, write_yaml
 from megalith.errors import ConfigError
 from megalith.input_file import read_regular_file
 
@@ -86,6 +86,16 @@ def _read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str])
         current = MOVED.get(name, name)
         if means_not_set(name, value):
             value = None
+        holder = parent(current)
+        if current not in FIELDS and holder in FIELDS and _is_by_name(FIELDS[holder].annotation):
+            entries = look_up(tree, holder)
+            if not isinstance(entries, Mapping | None):
+                told = f"{write_override(holder, entries)} has no names; give all values by name"
+                wrong.append(f"override {text!r}: {told}: {holder}='{{NAME: ..., NAME: ...}}'")
+                continue
+            entry = current.rpartition(".")[2]
+            others = {key: kept for key, kept in (entries or {}).items() if key != entry}
+            current, value = holder, others if value is None else {**(entries or {}), entry: value}
         if current not in FIELDS and not (value is None and _is_optional(current)):
             wrong.append(f"override {text!r}: {_why_no_setting(name)}")
             continue
@@ -131,6 +141,11 @@ def _kinds(name: str) -> tuple[Any, ...]:
     """Returns the types that the setting ``name`` may have; only None for a group."""
     annotation = FIELDS[name].annotation if name in FIELDS else None
     return annotation, *get_args(annotation)
+
+
+def _is_by_name(annotation: Any) -> bool:
+    """Returns whether a field of this type may hold values by name, which are overridden one by one."""
+    return get_origin(annotation) is Mapping or any(map(_is_by_name, get_args(annotation)))
 
 
 def _is_optional(name: str) -> bool:

@@ -7,6 +7,7 @@ from megalith.config.data_rules import (
     blended_datasets_are_drawn,
     blends_have_no_classes,
     phases_follow_each_other,
+    several_datasets_have_names,
     weights_are_of_several_datasets,
     weights_name_every_dataset,
 )
@@ -180,6 +181,7 @@ RUN_RULES: tuple[Rule, ...] = (
     overrides_change_something,
     mup_is_of_adamw,
     nesterov_needs_momentum,
+    several_datasets_have_names,
     weights_are_of_several_datasets,
     weights_name_every_dataset,
     blended_datasets_are_drawn,

@@ -66,6 +66,11 @@ class BlendedDataset(Generic[Sample]):
         known = {name: data.identity() if isinstance(data, Identified) else {} for name, data in self.datasets.items()}
         return self._blend.identity(known)
 
+    @property
+    def phase_starts(self) -> list[int]:
+        """The first sample of each phase, from 0 on."""
+        return self._blend.firsts
+
     def progress(self, num_samples: int) -> dict[str, DatasetProgress]:
         """Returns, for each dataset, how many of the first ``num_samples`` it provides and how many epochs that is."""
         counts = self._blend.counts(num_samples)

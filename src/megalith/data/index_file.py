@@ -8,6 +8,7 @@
 S sequences in N documents; a document has zero or more sequences (one for GPT). The format is Megatron's.
 """
 
+import errno
 import os
 import shutil
 import struct
@@ -68,6 +69,8 @@ def readable(store: Store, name: str) -> Iterator[None]:
         stem = name.rpartition(".")[0]
         suffixed = stem.endswith((".bin", ".idx"))
         way_out = f"leave out the {stem[-4:]}" if suffixed else "check the path"
+        if getattr(error.__cause__, "errno", None) == errno.EMFILE:
+            way_out = "raise the limit on open files (ulimit -n)"
         reason = getattr(error.__cause__, "strerror", None) or error
         raise DataError(
             f"{store / name} cannot be read ({reason}); a dataset is given as the PREFIX of PREFIX.bin and PREFIX.idx: "

@@ -24,6 +24,7 @@ _WAYS_OUT = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "check where the symbolic links point",
     errno.EISDIR: "expected a file but found a folder: check the path",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EINVAL: "check the path",
     errno.ENOTDIR: "expected a folder but found a file: choose another folder",
     errno.EEXIST: _TAKEN,

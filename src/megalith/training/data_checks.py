@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from megalith.config import RunConfig, train_setting, valid_setting
 from megalith.data.indexed_dataset import IndexedDataset
@@ -13,6 +14,7 @@ from megalith.training.kept import KEPT_TOKENIZER, kept_marks
 from megalith.training.run_tokenizer import load_tokenizer, tokenizer_of_data
 
 __all__ = [
+    "check_beginnings",
     "check_datasets",
     "check_origin_tokenizer",
     "check_token_ids",
@@ -26,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def check_datasets(config: RunConfig) -> Iterator[str]:
-    """Checks that the files exist, are complete, and were made with the same tokenizer."""
+    """Checks that the files exist, are complete, differ, and were made with the same tokenizer and end-of-document."""
     if config.data.train is None:
         yield (
             "data.train is not set; make a dataset with: megalith data prepare FILES... --out PREFIX, "
@@ -41,15 +43,56 @@ def check_datasets(config: RunConfig) -> Iterator[str]:
             opened[name].require_token_ids()
         except DataError as error:
             yield f"{name}: {error}"
-    hashes = {name: dataset.sidecar.tokenizer_sha256 for name, dataset in opened.items() if dataset.sidecar is not None}
-    known = {name: digest for name, digest in hashes.items() if digest is not None}
-    first = next(iter(known), None)
-    for name, digest in known.items():
-        if first is not None and digest != known[first]:
+    sidecars = {name: dataset.sidecar for name, dataset in opened.items() if dataset.sidecar is not None}
+    for first, name in _differing({name: sidecar.tokenizer_sha256 for name, sidecar in sidecars.items()}):
+        yield (
+            f"{first} ({prefixes[first]}) and {name} ({prefixes[name]}) were made with different "
+            "tokenizers; prepare one of them again with the other's: megalith data prepare ... --tokenizer PATH"
+        )
+    for first, name in _differing({name: sidecar.eod for name, sidecar in sidecars.items()}):
+        yield (
+            f"documents of {first} ({prefixes[first]}) and {name} ({prefixes[name]}) end with different tokens, "
+            f"{sidecars[first].eod} and {sidecars[name].eod}; prepare one of them again with the other's --eod"
+        )
+    yield from _named_twice(config)
+
+
+def _differing(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yields the first name with a value, and each name that has another one."""
+    known = {name: value for name, value in values.items() if value is not None}
+    first = next(iter(known), "")
+    yield from ((first, name) for name, value in known.items() if value != known[first])
+
+
+def _named_twice(config: RunConfig) -> Iterator[str]:
+    """Checks that no two training datasets are one file, reached by symbolic links."""
+    files: dict[str, str] = {}
+    for name, prefix in config.data.train_sets.items():
+        if "://" in prefix:
+            continue
+        other = files.setdefault(os.path.realpath(f"{prefix}.bin"), name)
+        if other != name:
             yield (
-                f"{first} ({prefixes[first]}) and {name} ({prefixes[name]}) were made with different "
-                "tokenizers; prepare one of them again with the other's: megalith data prepare ... --tokenizer PATH"
+                f"{train_setting(other)} and {train_setting(name)} lead to the same file, whose samples would be drawn "
+                "twice in the same order; name it once, with both weights"
             )
+
+
+def check_beginnings(config: RunConfig) -> Iterator[str]:
+    """Warns if documents of only some training datasets begin with the tokens that the tokenizer puts there."""
+    datasets = train_datasets(config)
+    begin: tuple[int, ...] = ()
+    if len(datasets) > 1:
+        with suppress(DataError):  # other checks report it, or the datasets name no tokenizer
+            begin = tokenizer_of_data(config, datasets[0]).begin
+    begun = [dataset.tokens[: len(begin)].tolist() == list(begin) for dataset in datasets]
+    if any(begun) and not all(begun):
+        first, other = datasets[begun.index(True)], datasets[begun.index(False)]
+        say(
+            f"documents of {first.prefix} begin with the tokens {list(begin)}, those of {other.prefix} do not; prepare "
+            "both with or without --no-bos"
+        )
+    yield from ()
 
 
 def check_vocabulary(config: RunConfig) -> Iterator[str]:

@@ -3,12 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from megalith.config import RunConfig, dump_yaml
 from megalith.config.layout import Layout
-from megalith.data.blended_dataset import BlendedDataset
-from megalith.data.samples import Samples
 from megalith.errors import ConfigError
 from megalith.observe.units import quantity
 from megalith.parallel.pipeline.schedules import build_schedule
@@ -17,11 +14,10 @@ from megalith.training.build_model import stages_of
 from megalith.training.exchange_sizes import symmetric_sizes
 from megalith.training.machine_fit import StateBytes, copy_bytes, rank_state_bytes, state_bytes
 from megalith.training.memory import planned_memory
-from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
+from megalith.training.planned_data import planned_data, planned_samples
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.training.traffic import busiest_rank
-from megalith.wording import counted
 
 __all__ = ["describe"]
 
@@ -39,8 +35,7 @@ def describe(config: RunConfig, world_size: int) -> str:
     held = rank_state_bytes(config, task, world_size)
     largest = max(each.total for each in held)
     share = f"{'up to' if layout.pipeline > 1 else 'about'} {quantity(largest)}B"
-    steps, dataset = config.train.steps, task.train_dataset()
-    num_samples = build_num_microbatches_calculator(config, layout.data_parallel).consumed_after(steps)
+    dataset, num_samples = task.train_dataset(), planned_samples(config, layout.data_parallel)
     tokens = config.train.global_batch_size * task.tokens_per_sample
     return "\n".join(
         [
@@ -55,24 +50,13 @@ def describe(config: RunConfig, world_size: int) -> str:
             *_copies(config, held, world_size),
             f"peak memory           {_memory(config, task, world_size)}",
             f"tokens per step       {tokens:,}, {num_samples * task.tokens_per_sample:,} in total",
-            *_blended(dataset, num_samples),
+            *planned_data(dataset, num_samples),
             f"FLOPs per token       {quantity(flops)}",
             *_exchanged(config, task, world_size),
             f"first sample          the text, with [{task.in_brackets}] in brackets:",
             *task.sample_as_text(dataset[0]),
         ]
     )
-
-
-def _blended(dataset: Samples[Any], num_samples: int) -> list[str]:
-    """Formats how much of each dataset of a blend the run reads."""
-    if not isinstance(dataset, BlendedDataset):
-        return []
-    lines = [
-        f"  {name:<20}{counted(part['samples'], 'sample')}, {part['epochs']:.3g} epochs"
-        for name, part in dataset.progress(num_samples).items()
-    ]
-    return [f"training data         {counted(num_samples, 'sample')} in total:", *lines]
 
 
 def _active(task: AnyTask) -> str:

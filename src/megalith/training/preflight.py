@@ -21,6 +21,7 @@ from megalith.storage import MANIFEST, child, explained, open_store
 from megalith.training.compiling import missing_compiler, with_compiling_decided
 from megalith.training.continuity import changed
 from megalith.training.data_checks import (
+    check_beginnings,
     check_datasets,
     check_origin_tokenizer,
     check_token_ids,
@@ -90,6 +91,7 @@ def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_s
         check_datasets,
         check_vocabulary,
         check_token_ids,
+        check_beginnings,
         _check_folders,
         _check_load,
         _check_compiler,

@@ -27,6 +27,7 @@ from megalith.training.energy_of_steps import EnergyOfSteps
 from megalith.training.expert_loads import CollapseAlarm
 from megalith.training.freed_memory import FreedMemory
 from megalith.training.loop import Callback, Outcome, train
+from megalith.training.planned_data import planned_data, planned_samples
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import note_saved, resume_or_load
 from megalith.training.run import Run
@@ -140,10 +141,11 @@ def _trackers(run: Run, stack: ExitStack) -> Trackers:
 
 
 def _remarks(run: Run) -> list[str]:
-    """Returns what the user may not expect of this run on this device."""
+    """Returns how much of each dataset the run will read, and what the user may not expect of it on this device."""
+    planned = planned_data(run.loader.dataset, planned_samples(run.config, run.pg_collection.size("dp")))
     if run.config.precision.fp8 is None or (run.device.type != "cpu" and run.config.precision.dtype != "float64"):
-        return []
-    return ["FP8 GEMMs are emulated, on a CPU and in float64: a step takes two to three times as long"]
+        return planned
+    return [*planned, "FP8 GEMMs are emulated, on a CPU and in float64: a step takes two to three times as long"]
 
 
 def _where_it_stopped(run: Run, first_step: int, reason: str | None) -> str:

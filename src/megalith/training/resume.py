@@ -12,7 +12,8 @@ from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged, step
 from megalith.checkpoint.load import load_tensors
 from megalith.checkpoint.save import STATE, save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
-from megalith.data.blend import identity_of_first
+from megalith.config.yaml_text import write_override
+from megalith.data.blend import identity_of_first, is_blend, weights_to_continue
 from megalith.data.class_names import class_names, listed
 from megalith.errors import CheckpointError, StorageError
 from megalith.observe.units import duration
@@ -27,6 +28,8 @@ from megalith.training.tasks.weights import load_weights
 __all__ = ["Beginning", "note_saved", "resume_or_load", "save", "where_it_goes_on"]
 
 log = logging.getLogger(__name__)
+
+_LONGEST_SETTINGS = 1000  # characters of settings in a message
 
 
 @dataclass(frozen=True)
@@ -187,8 +190,7 @@ def _refuse_a_break(run: Run, saved: SavedState, path: Store) -> None:
     before, now = ({} if each is None else identity_of_first(each, consumed) for each in (saved.data, _identity(run)))
     if broken := changed(*({name: each[name] for name in compared(before, now)} for each in (before, now))):
         problems.append(f"the training data have changed: {', '.join(broken)}")
-        if isinstance(run.config.data.train, Mapping):
-            way_out += f" (an entry of data.phases with first_sample {consumed} sets other weights from here on)"
+        way_out += _blend_from_here_on(saved.data or {}, run.data_identity, consumed)
     if saved.seed != (seed := run.config.train.seed):
         problems.append(f"its seed is {saved.seed} but train.seed is {seed}, which changes the data order and dropout")
         way_out = f"set train.seed={saved.seed}" + (" and undo the other changes" if broken else "")
@@ -198,6 +200,20 @@ def _refuse_a_break(run: Run, saved: SavedState, path: Store) -> None:
             f"{'; '.join(problems)}. Continuing would repeat or skip text{changes}; {way_out}, or start from its "
             f"weights only, in another folder: load={path} run=..."
         )
+
+
+def _blend_from_here_on(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int) -> str:
+    """Returns the settings with which a run changes its blend from sample ``consumed`` on, after "undo these changes".
+
+    Empty if it has none, or if the datasets that it has read are not among its datasets.
+    """
+    phases = weights_to_continue(before, now, consumed) if is_blend(now) else None
+    if phases is None:
+        return ""
+    (_, weights), *later = phases
+    entries = [{"first_sample": first, "weights": others} for first, others in later]
+    settings = f"{write_override('data.weights', weights)} {write_override('data.phases', entries)}"
+    return f", or change the blend from here on with {settings}" if len(settings) < _LONGEST_SETTINGS else ""
 
 
 def _identity(run: Run) -> dict[str, Any]:

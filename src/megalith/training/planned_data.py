@@ -1,0 +1,39 @@
+"""Says how much of each dataset a run will read, before it reads any."""
+
+from typing import Any
+
+from megalith.config import RunConfig
+from megalith.data.blended_dataset import BlendedDataset
+from megalith.data.samples import Samples
+from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
+from megalith.wording import counted
+
+__all__ = ["planned_data", "planned_samples"]
+
+_MOST_SHOWN = 20  # datasets
+# repeating text up to four times is nearly as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)
+_MOST_EPOCHS = 4.0
+
+
+def planned_samples(config: RunConfig, data_parallel_size: int) -> int:
+    """Returns the number of samples in all steps of the run."""
+    return build_num_microbatches_calculator(config, data_parallel_size).consumed_after(config.train.steps)
+
+
+def planned_data(dataset: Samples[Any], num_samples: int) -> list[str]:
+    """Returns lines for the user about a run that reads ``num_samples`` samples of a blend; none without a blend."""
+    if not isinstance(dataset, BlendedDataset):
+        return []
+    progress = dataset.progress(num_samples)
+    lines = [f"training data         {counted(num_samples, 'sample')} in total:"]
+    for name, part in list(progress.items())[:_MOST_SHOWN]:
+        remark = "" if part["samples"] else ": none is drawn before the last step"
+        if part["epochs"] > _MOST_EPOCHS:
+            remark = ", more than the 4 that are nearly as good as new text (arXiv:2305.16264)"
+        lines.append(f"  {name:<20}{counted(part['samples'], 'sample')}, {part['epochs']:.3g} epochs{remark}")
+    if len(progress) > _MOST_SHOWN:
+        lines.append(f"  and {len(progress) - _MOST_SHOWN} more")
+    for start in dataset.phase_starts:
+        if start >= num_samples:
+            lines.append(f"  the phase from sample {start:,} on begins after the last step")
+    return lines
