@@ -2,8 +2,9 @@
 
 ``RUN/saved.json`` records which step was saved last, and where. If it is missing, as in the folder of an earlier
 version or of a run that was killed at the end of its first save, metrics that go past the first ``checkpoint.every`` of
-``config.yaml``, or to its ``train.steps``, show the same; if that file cannot be read, a save is assumed. A run that
-was killed before its first save has neither, and starts again at step 0.
+``config.yaml``, or to its ``train.steps``, show the same (with ``checkpoint.async_save``, only those that go past the
+second one); if that file cannot be read, a save is assumed. A run that was killed before its first save has neither,
+and starts again at step 0.
 """
 
 from collections.abc import Mapping
