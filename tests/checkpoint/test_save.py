@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.checkpoint import find_checkpoint, save_checkpoint, verify_checkpoint
+from megalith.checkpoint.save import stage_checkpoint
 from megalith.checkpoint.shard_file import write_shard
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import LocalStore, free_space
@@ -273,3 +275,12 @@ def test_saving_leaves_the_tensors_and_their_graph_alone(tmp_path):
     save_checkpoint(tmp_path, 1, {"w": weight}, {}, keep_last=1)
     assert weight._version == version
     assert weight.requires_grad
+
+
+def test_a_checkpoint_that_lacks_the_file_of_a_writer_is_not_published(tmp_path):
+    save_checkpoint(tmp_path, 1, {"w": torch.zeros(3)}, {}, keep_last=1)
+    staged = stage_checkpoint(tmp_path, 2, {"w": torch.zeros(3)}, {}, keep_last=1)
+    shard = "shard-00000-of-00001.safetensors"
+    with pytest.raises(CheckpointError, match=f"the ranks must write {shard}; they have written nothing; all 1 that"):
+        replace(staged, tensors={}).publish()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]

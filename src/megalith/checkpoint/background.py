@@ -36,7 +36,8 @@ _AFTER_AN_ERROR = 1800.0  # seconds to wait in ``close``: a peer that hangs woul
 class BackgroundSaver:
     """``save_checkpoint`` that returns once the tensors are copied. All ranks make the same calls, except ``failed``.
 
-    The copies need as much CPU memory as a rank writes, and are kept for the next save.
+    The copies need as much CPU memory as a rank writes, and are kept for the next save. ``close`` it before the default
+    group is destroyed.
 
     Args:
         on_saved: called in the thread, on rank 0, with the step, the checkpoint and the seconds that writing took. Its
@@ -49,11 +50,13 @@ class BackgroundSaver:
     def __init__(self, on_saved: Callable[[int, Store, float], None]) -> None:
         self._on_saved = on_saved
         self._copies: dict[str, Tensor] = {}
-        self._group = _group_of_all() if world_size() > 1 else None
+        self._rank, self._num_ranks = rank(), world_size()
+        self._group = _group_of_all() if self._num_ranks > 1 else None
         self._thread: Thread | None = None
         self._step = -1
         self._error: BaseException | None = None
         self._was_raised = False
+        self._closed = False
         atexit.register(self.close)  # for a script that ends without it
 
     def save(
@@ -72,7 +75,15 @@ class BackgroundSaver:
 
         Raises:
             StorageError, CheckpointError: on every rank; this save could not begin, or the previous one failed.
+            RuntimeError: it is closed, or the default group is not the one that it was made for.
         """
+        if self._closed:
+            raise RuntimeError(f"step {step} cannot be saved: this BackgroundSaver is closed; make another one")
+        if world_size() != self._num_ranks:  # without the group, every rank would save as the only one
+            raise RuntimeError(
+                f"step {step} cannot be saved: this BackgroundSaver was made for {self._num_ranks} ranks, and the "
+                f"default group now has {world_size()}; save before it is destroyed, or make another one"
+            )
         self.wait()
         staged = stage_checkpoint(folder, step, tensors, state, keep_last=keep_last, best=best, copied=self._copied)
         self._step = step
@@ -87,7 +98,7 @@ class BackgroundSaver:
 
     def wait(self) -> None:
         """Returns once nothing is being written. Raises the error of a save that has failed, on every rank."""
-        self._join("waiting for")
+        self._join()
         if self._error is not None:
             self._was_raised = True
             raise self._error
@@ -98,25 +109,29 @@ class BackgroundSaver:
         An error of a save is logged unless it was raised. ``because``: the error with which the program ends, which is
         logged before a long wait.
         """
+        self._closed = True
         atexit.unregister(self.close)
-        ends = "" if because is None else f"this program has failed ({type(because).__name__}: {because}) and "
-        if not self._join(f"{ends}waiting for", _AFTER_AN_ERROR):
+        if not self._join(because, _AFTER_AN_ERROR):
             log.warning("the checkpoint of step %d was not complete after half an hour, and is given up", self._step)
             return
         if self._error is not None and not self._was_raised and str(self._error) != str(because):
             log.warning("%s", self._error)
-        if self._group is not None and dist.is_initialized():
+        if self._group is not None:
             with suppress(ValueError):  # already destroyed with the default group
                 dist.destroy_process_group(self._group)
         self._group = None
 
-    def _join(self, what: str, seconds: float | None = None) -> bool:
+    def _join(self, because: BaseException | None = None, seconds: float | None = None) -> bool:
         """Returns whether the thread has ended within ``seconds``; without a limit it always has."""
         if self._thread is None:
             return True
         self._thread.join(_QUIET)
-        if self._thread.is_alive() and rank() == 0:
-            log.info("%s the checkpoint of step %d, which is being written", what, self._step)
+        if self._thread.is_alive():
+            waiting = f"waiting for the checkpoint of step {self._step}, which is being written"
+            if because is not None:  # on any rank: others may have no error, and wait for this one
+                log.info("this program has failed (%s: %s) and %s", type(because).__name__, because, waiting)
+            elif self._rank == 0:
+                log.info("%s", waiting)
         self._thread.join(seconds)
         if self._thread.is_alive():
             return False
@@ -141,7 +156,7 @@ class BackgroundSaver:
         except BaseException as error:  # raised by wait, on the thread of the training loop
             self._error = error
             return
-        if rank() == 0:
+        if self._rank == 0:
             try:
                 self._on_saved(self._step, staged.store / staged.name, perf_counter() - started)
             except Exception:  # the checkpoint is complete, and the other ranks know nothing of this

@@ -11,7 +11,7 @@ from megalith.checkpoint.index import Piece, StoredTensor, key_of
 from megalith.checkpoint.shard_header import DTYPES
 from megalith.errors import CheckpointError
 
-__all__ = ["Offer", "SavePlan", "plan_of"]
+__all__ = ["Offer", "SavePlan", "plan_of", "shard_name"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,16 @@ class SavePlan:
     tensors: dict[str, StoredTensor]
     names_by_rank: list[list[str]]
     num_bytes: int
+
+    def files(self) -> set[str]:
+        """Returns the names of all shard files; a rank with nothing to write has none."""
+        num_ranks = len(self.names_by_rank)
+        return {shard_name(rank, num_ranks) for rank, names in enumerate(self.names_by_rank) if names}
+
+
+def shard_name(rank: int, num_ranks: int) -> str:
+    """Returns the name of the file that ``rank`` writes."""
+    return f"shard-{rank:05}-of-{num_ranks:05}.safetensors"
 
 
 def plan_of(offers_by_rank: list[list[Offer]]) -> SavePlan:
@@ -64,7 +74,7 @@ def plan_of(offers_by_rank: list[list[Offer]]) -> SavePlan:
         writer = min(holders[name, box], key=lambda rank: (load[rank], rank))
         load[writer] += num_bytes[name, box]
         names_by_rank[writer].append(name)
-        file = f"shard-{writer:05}-of-{num_ranks:05}.safetensors"
+        file = shard_name(writer, num_ranks)
         pieces[name].append(Piece(file, key_of(name, tensors[name].shape, box), box))
     stored = {name: _stored(name, offer, pieces[name]) for name, offer in tensors.items()}
     return SavePlan(stored, names_by_rank, sum(load))

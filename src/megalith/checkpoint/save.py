@@ -18,7 +18,7 @@ from torch import Tensor
 from megalith.checkpoint.box import Box, local_part
 from megalith.checkpoint.folders import LATEST, discard, remove_old, rename_damaged, step_name
 from megalith.checkpoint.index import INDEX, index_of, key_of
-from megalith.checkpoint.plan import Offer, SavePlan, plan_of
+from megalith.checkpoint.plan import Offer, SavePlan, plan_of, shard_name
 from megalith.checkpoint.shard_file import shard_parts, write_shard
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import (
@@ -112,7 +112,8 @@ def stage_checkpoint(
             discard(store, name)
         raise
     best_name = None if best is None else step_name(best)
-    return StagedCheckpoint(store, name, task, plan, is_there, kept, encoded, keep_last, best_name)
+    place = rank(), world_size()
+    return StagedCheckpoint(store, name, task, *place, plan, is_there, kept, encoded, keep_last, best_name)
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class StagedCheckpoint:
     Attributes:
         store, name: where it will be.
         task: what has failed if publishing fails, for the error.
+        rank, num_ranks: of the default group that staged it, which may be gone when it is published.
         is_there: a complete checkpoint of this step exists, which ``publish`` only compares.
         tensors: what this rank writes, by key.
         state: the content of its state.json; on rank 0.
@@ -130,6 +132,8 @@ class StagedCheckpoint:
     store: Store
     name: str
     task: str
+    rank: int
+    num_ranks: int
     plan: SavePlan
     is_there: bool
     tensors: Mapping[str, Tensor]
@@ -141,23 +145,29 @@ class StagedCheckpoint:
         """Writes and commits it, the second half of ``save_checkpoint``; all ranks call it, once.
 
         ``group``: a group of all ranks to agree through, None: the default group. With a gloo group of its own it may
-        run in a thread, beside other collectives.
+        run in a thread, beside other collectives, also once the default group is destroyed.
         """
         try:
             with agreed(self.task, group):
-                records = _write(None if self.is_there else self.store.staged(self.name), self.tensors, read)
+                file = shard_name(self.rank, self.num_ranks)
+                records = _write(None if self.is_there else self.store.staged(self.name), file, self.tensors, read)
             records_by_rank = gather(records, group)
             with agreed(self.task, group):
-                if rank() == 0:
+                if self.rank == 0:
                     self._commit({file: record for records in records_by_rank for file, record in records.items()})
                     _point_to_best(self.store, self.best, self.name)
                     remove_old(self.store, self.keep_last, but_not={self.name, self.best or self.name})
         finally:
-            if rank() == 0:
+            if self.rank == 0:
                 discard(self.store, self.name)
 
     def _commit(self, shards: dict[str, FileRecord]) -> None:
         """Adds rank 0's files to ``shards`` and commits; if the step already exists, only compares."""
+        if shards.keys() != (planned := self.plan.files()):
+            raise CheckpointError(
+                f"the ranks must write {', '.join(sorted(planned))}; they have written "
+                f"{', '.join(sorted(shards)) or 'nothing'}; all {self.num_ranks} that began this save must complete it"
+            )
         small = {INDEX: index_of(self.plan.tensors), STATE: self.state}
         files = shards | {file: record_of([content]) for file, content in small.items()}
         if self.is_there:
@@ -212,10 +222,9 @@ def _prepare(store: Store, name: str, num_bytes: int) -> bool:
 
 
 def _write(
-    staged: Store | None, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None
+    staged: Store | None, file: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None
 ) -> dict[str, FileRecord]:
-    """Writes this rank's file and returns its record by name; without ``staged``, only computes the record."""
-    file = f"shard-{rank():05}-of-{world_size():05}.safetensors"
+    """Writes this rank's ``file`` and returns its record by name; without ``staged``, only computes the record."""
     if not tensors:
         return {}
     if staged is None:

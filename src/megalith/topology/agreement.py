@@ -38,13 +38,17 @@ T = TypeVar("T")
 E = TypeVar("E", bound=MegalithError)
 
 
-def rank() -> int:
-    """Returns this process's rank in the default group, or 0 without one."""
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """Returns this process's rank in ``group``; None: in the default group, or 0 without one."""
+    if group is not None:
+        return group.rank()  # torch.distributed forgets every group once the default group is destroyed
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def world_size() -> int:
-    """Returns the number of ranks of the default group, or 1 without one."""
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Returns the number of ranks of ``group``; None: of the default group, or 1 without one."""
+    if group is not None:
+        return group.size()
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -119,7 +123,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 def all_gather(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Returns the ``item`` of every rank of ``group`` (None: the default group) in rank order, on each of them."""
-    size = world_size() if group is None else group.size()
+    size = world_size(group)
     if size == 1:
         return [item]
     items: list[Any] = [None] * size
@@ -132,10 +136,11 @@ def gather(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
     ``group``: a group of all ranks to send through; None: the default group.
     """
-    if world_size() == 1:
+    size = world_size(group)
+    if size == 1:
         return [item]
-    items: list[Any] = [None] * world_size() if rank() == 0 else []
-    dist.gather_object(item, items or None, dst=0, group=group)
+    items: list[Any] = [None] * size if rank(group) == 0 else []
+    dist.gather_object(item, items or None, group_dst=0, group=group)
     return items
 
 
