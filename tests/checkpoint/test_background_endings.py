@@ -50,18 +50,24 @@ def test_an_error_is_told_before_a_wait_that_has_an_end(tmp_path):
 
 
 def test_a_script_that_ends_without_waiting_ends_with_its_checkpoint(tmp_path):
+    # 36 MiB: large enough to be hashed and sent to the disk by threads that start when it is written
     script = f"""
-import time, torch, megalith.checkpoint.save as module
+import atexit, threading, time, torch, megalith.checkpoint.save as module
 from megalith.checkpoint import BackgroundSaver
 write = module._write
 def slowly(*args):
     time.sleep(1.0)
     return write(*args)
 module._write = slowly
-BackgroundSaver(lambda *_: None).save({str(tmp_path)!r}, 1, {{"w": torch.ones(3)}}, {{}}, keep_last=1)
+def refuse(self):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+saver = BackgroundSaver(lambda *_: None)
+saver.save({str(tmp_path)!r}, 1, {{"w": torch.ones(9 << 20), "b": torch.ones(3)}}, {{}}, keep_last=1)
+atexit.register(setattr, threading.Thread, "start", refuse)  # runs before the saver's; Python 3.12 does the same
 """
     subprocess.run([sys.executable, "-c", script], check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    verify_checkpoint(tmp_path / "step-00000001")
 
 
 @pytest.mark.parametrize("known", ["raised by wait", "raised as an error of all ranks", ""])

@@ -69,3 +69,21 @@ def test_without_work_there_is_no_thread():
     with Worker() as worker:
         worker.wait()
         assert threading.active_count() == before
+
+
+def refuse_to_start(self: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")  # as Python 3.12 does
+
+
+def test_without_a_thread_functions_run_in_the_caller(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
+    found: list[threading.Thread] = []
+    with Worker() as worker:
+        worker.submit(lambda: found.append(threading.current_thread()))
+        assert worker.is_idle()
+        worker.submit(fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            worker.wait()
+    assert found == [threading.current_thread()]
+    with pytest.raises(KeyError):
+        fail_in_the_block()

@@ -12,7 +12,8 @@ class Worker:
     """Inside the ``with`` block, runs functions in a thread, one after another; the block waits for all of them.
 
     Not a concurrent.futures executor, which takes no work once the main thread has ended, when a checkpoint may still
-    be written. The thread is started when there is work.
+    be written. The thread is started when there is work. If it cannot be started, functions run in the caller's thread:
+    Python 3.12 starts none once the main thread has ended.
     """
 
     def __init__(self) -> None:
@@ -24,10 +25,12 @@ class Worker:
     def submit(self, function: Callable[[], object]) -> None:
         """Runs ``function`` soon; its result is dropped, its error raised by ``wait`` or ``is_idle``."""
         if self._thread is None:
-            self._thread = Thread(target=self._run, name="storage worker", daemon=True)
-            self._thread.start()
+            self._thread = self._started()
         self._num_open += 1
-        self._work.put(function)
+        if self._thread is None:
+            self._call(function)
+        else:
+            self._work.put(function)
 
     def is_idle(self) -> bool:
         """Returns whether all functions have ended. Raises the first error among them."""
@@ -57,11 +60,22 @@ class Worker:
         if (error := self._done.get()) is not None:
             raise error
 
+    def _started(self) -> Thread | None:
+        thread = Thread(target=self._run, name="storage worker", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return None
+        return thread
+
     def _run(self) -> None:
         while (function := self._work.get()) is not None:
-            try:
-                function()
-            except BaseException as error:  # raised in the thread that waits
-                self._done.put(error)
-            else:
-                self._done.put(None)
+            self._call(function)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:  # raised in the thread that waits
+            self._done.put(error)
+        else:
+            self._done.put(None)
