@@ -5,8 +5,12 @@ import hashlib
 import json
 import os
 import re
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import PickleBuffer
+from threading import Semaphore
 
 import numpy as np
 import pytest
@@ -154,3 +158,31 @@ def test_a_disk_that_fails_while_more_is_written_is_an_error(tmp_path, monkeypat
     with pytest.raises(StorageError, match=r"cannot write .*/file: Input/output error"):
         LocalStore(tmp_path).write("file", [bytes(40 << 20)] * 2)
     LocalStore(tmp_path).write("small", [bytes(1 << 20)] * 2)  # flushed as a whole
+
+
+class SlowHash:
+    """Holds what it hashes for a while, as SHA-256 does with a large block."""
+
+    begun = Semaphore(0)
+
+    def update(self, block: memoryview) -> None:
+        held = PickleBuffer(block)  # as C code does; a memoryview would not hold the block itself
+        self.begun.release()
+        time.sleep(0.1)
+        held.release()
+
+
+def test_a_write_that_fails_while_a_block_is_hashed_raises_its_error_alone(monkeypatch):
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: ignored.append(found.exc_value))
+    monkeypatch.setattr("megalith.storage.manifest.hashlib.sha256", SlowHash)
+
+    def write(parts: Recorder) -> None:
+        for number, _ in enumerate(parts):
+            assert SlowHash.begun.acquire(timeout=60)
+            if number == 1:
+                raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"):
+        write(Recorder([bytearray(2 << 20)] * 3))
+    assert ignored == []

@@ -50,8 +50,10 @@ class Recorder:
                             self._sha256.update(block)
                         else:
                             hasher.submit(partial(self._sha256.update, block))
-                        yield block
-                        hasher.wait()  # the part may be overwritten or freed
+                        try:
+                            yield block
+                        finally:  # also if the consumer has failed
+                            hasher.wait()  # the block may now be overwritten or freed
 
     def record(self) -> FileRecord:
         """Returns size and SHA-256 of all parts consumed so far."""
