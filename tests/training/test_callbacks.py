@@ -2,6 +2,7 @@
 
 import sys
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,12 +163,18 @@ def test_an_error_of_one_rank_is_one_error_of_all(where, want, tmp_path):
     assert ranks(2, error_of, tree, where) == [want] * 2
 
 
-def error_when_a_peer_ends(tree: dict[str, Any], root_cause: Exception | None) -> list[str]:
-    """The error that ends a run, its cause and its context: reading fails with ``root_cause``, then a collective."""
+def error_when_a_peer_ends(tree: dict[str, Any], reading_fails: bool) -> str:
+    """The traceback of the error that ends a run: reading may fail, in a handler, then a collective fails."""
+
+    def fail() -> None:
+        raise IndexError("reading")
 
     def counts(*_: Any) -> dict[str, int]:
-        if root_cause is not None:
-            raise root_cause
+        if reading_fails:
+            try:
+                raise KeyError("root")
+            except KeyError:
+                fail()
         return {}
 
     def totals(*_: Any) -> Any:
@@ -176,16 +183,19 @@ def error_when_a_peer_ends(tree: dict[str, Any], root_cause: Exception | None) -
     with patch.object(loop, "local_counts", counts), patch.object(loop, "sum_totals", totals):
         try:
             pretrain(load_run(tree), str, str)
-        except (KeyError, RuntimeError) as error:
-            return [repr(error), repr(error.__cause__), repr(error.__context__)]
-    return []
+        except (IndexError, RuntimeError) as error:
+            return "".join(traceback.format_exception(error))
+    return ""
 
 
 def test_an_error_of_this_rank_is_not_lost_if_another_one_has_ended(tmp_path):
     tree = settings(tmp_path, train={"steps": 2})
-    lost = "RuntimeError('connection closed by peer')"
-    assert ranks(1, error_when_a_peer_ends, tree, KeyError("root")) == [["KeyError('root')", "None", lost]]
-    assert ranks(1, error_when_a_peer_ends, tree, None) == [[lost, "None", "None"]]
+    [told] = ranks(1, error_when_a_peer_ends, tree, True)
+    assert told.splitlines()[-1] == "IndexError: reading"
+    assert "\nKeyError: 'root'\n\nDuring handling of the above exception, another exception occurred:" in told
+    assert "connection closed by peer" not in told
+    [told] = ranks(1, error_when_a_peer_ends, tree, False)
+    assert told.splitlines()[-1] == "RuntimeError: connection closed by peer"
 
 
 def run_with_held_out_losses(tree: dict[str, Any], losses: dict[int, float]) -> None:

@@ -65,12 +65,13 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
             micro_batches = run.loader.batch(consumed, *_sizes(run, consumed))
             counts = local_counts(run, micro_batches)
         trouble = run.pending if run.pending.failed else reading
+        lost: Exception | None = None
         try:
             totals = sum_totals(run, counts, stop.reason is not None, trouble.failed)
-        except Exception:  # another rank has ended, perhaps because of what happened here
-            if trouble.error is not None:
-                raise trouble.error from trouble.error.__cause__
-            raise
+        except Exception as error:  # another rank has ended, perhaps because of what happened here
+            lost = error
+        if lost is not None:  # not in the handler, where raising would replace the error's own context
+            raise trouble.error or lost
         if totals.failed:
             trouble.settle()
         if totals.stop:
