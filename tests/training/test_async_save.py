@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ import megalith.checkpoint.save
 from megalith.config import load_run
 from megalith.errors import MegalithError, RankFailedError, StorageError
 from megalith.observe.metrics import read_metrics
+from megalith.topology.agreement import Attempt, attempt
 from megalith.training import callbacks
 from megalith.training.dry_run import describe
 from megalith.training.evaluation import Evaluation
@@ -94,6 +96,24 @@ def test_a_failure_on_one_rank_ends_the_run_before_the_next_save_is_due(tmp_path
     assert len(losses(tree["run"])) in (4, 5)  # the step after it was noticed may be done, but not the next save
     assert saved_step(tree["run"]) == 0
     assert set(ranks(2, run_here, {**tree, "train": {**tree["train"], "steps": 4}}, 2)) == {Outcome.DONE}
+
+
+def test_an_earlier_error_of_the_step_is_not_replaced_by_that_of_a_save(tmp_path):
+    config = load_run(settings(tmp_path, checkpoint={"every": 2, "async_save": True}))
+
+    def wait() -> None:
+        raise StorageError("the disk is full")
+
+    saver: Any = SimpleNamespace(failed=True, wait=wait)
+    run: Any = SimpleNamespace(config=config, state=SimpleNamespace(step=1), pending=Attempt())
+    checkpoints = callbacks.Checkpoints(run, Any, saver)
+    checkpoints.on_step(run, Any)
+    assert str(run.pending.error) == "the disk is full"
+    with attempt() as writing:
+        raise StorageError("metrics.jsonl cannot be written")
+    run.pending = writing
+    checkpoints.on_step(run, Any)
+    assert run.pending is writing
 
 
 def fail_in_the_last_save(tree: dict[str, Any]) -> tuple[str, str]:
