@@ -22,7 +22,7 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True)
 
 Out = Annotated[Path, path_option("The folder to create; it must not exist yet.", "DIR")]
-Run = Annotated[str, path_argument("A run's folder, or one of its checkpoints.", "RUN")]
+Run = Annotated[str, path_argument("A run's folder, or one of its checkpoints.", "RUN", kind=str)]
 NoProof = Annotated[bool, typer.Option("--no-proof", help="Do not compare logits with transformers.")]
 Scaling = Literal["exact", "published"]
 _WRITING = "writing the run's folder"
@@ -36,7 +36,9 @@ def convert() -> None:
 
 @app.command("import")
 def import_command(
-    source: Annotated[str, path_argument("A Hugging Face model folder, or an iter_... folder of Megatron.", "FOLDER")],
+    source: Annotated[
+        str, path_argument("A Hugging Face model folder, or an iter_... folder of Megatron.", "FOLDER", kind=str)
+    ],
     out: Out,
     eod: Annotated[
         str | None, typer.Option(help="Token of its tokenizer that ends a document, if not the one in config.json.")
@@ -101,7 +103,9 @@ def export_command(
 
 @app.command("upcycle")
 def upcycle_command(
-    source: Annotated[str, path_argument("A dense model: a run, a checkpoint, or a Hugging Face model folder.", "SRC")],
+    source: Annotated[
+        str, path_argument("A dense model: a run, a checkpoint, or a Hugging Face model folder.", "SRC", kind=str)
+    ],
     overrides: Annotated[
         list[str],
         typer.Argument(
@@ -140,7 +144,7 @@ def upcycle_command(
 @app.command("prove")
 def prove_command(
     source: Run,
-    folder: Annotated[str, path_argument("A Hugging Face model folder.", "HF_FOLDER")],
+    folder: Annotated[str, path_argument("A Hugging Face model folder.", "HF_FOLDER", kind=str)],
 ) -> None:
     """Compare the logits of a run with those that transformers computes for a Hugging Face model."""
     with Announcer() as announcer:

@@ -23,10 +23,14 @@ def evaluate(
     source: Annotated[
         str,
         path_argument(
-            "A run's folder, or one of its checkpoints; with --choices also a Hugging Face or Megatron folder.", "MODEL"
+            "A run's folder, or one of its checkpoints; with --choices also a Hugging Face or Megatron folder.",
+            "MODEL",
+            kind=str,
         ),
     ],
-    data: Annotated[str | None, path_option("Prefix of the dataset; by default the run's data.valid.")] = None,
+    data: Annotated[
+        str | None, path_option("Prefix of the dataset; by default the run's data.valid.", kind=str)
+    ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Evaluate on this many samples, evenly spaced; by default on all.")
     ] = None,
@@ -36,6 +40,7 @@ def evaluate(
             'Measure accuracy on questions instead of loss: {"context": ..., "choices": [...], "answer": index}, '
             "one per line.",
             "FILE.jsonl",
+            kind=str,
         ),
     ] = None,
     tokenizer: Annotated[

@@ -22,15 +22,17 @@ __all__ = ["generate"]
 def generate(
     source: Annotated[
         str,
-        path_argument("A run's folder, one of its checkpoints, or a Hugging Face or Megatron folder.", "MODEL"),
+        path_argument(
+            "A run's folder, one of its checkpoints, or a Hugging Face or Megatron folder.", "MODEL", kind=str
+        ),
     ],
     prompt: Annotated[str | None, typer.Option(help="The text to continue; a T5 answers it.")] = None,
     prompt_file: Annotated[
-        str | None, path_option("File whose whole text is the prompt; - for standard input.", "PATH")
+        str | None, path_option("File whose whole text is the prompt; - for standard input.", "PATH", kind=str)
     ] = None,
     prompts_file: Annotated[
         str | None,
-        path_option("File with one prompt per line, generated as one batch; - for standard input.", "PATH"),
+        path_option("File with one prompt per line, generated as one batch; - for standard input.", "PATH", kind=str),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
     samples: Annotated[int, typer.Option(help="Samples per prompt, in one batch, each with the next seed.")] = 1,

@@ -17,7 +17,7 @@ _BAR = 30  # characters in the bar of the most frequent token
 
 
 def inspect(
-    prefix: Annotated[str, path_argument("Prefix of the dataset: PREFIX.bin and .idx.", "PREFIX")],
+    prefix: Annotated[str, path_argument("Prefix of the dataset: PREFIX.bin and .idx.", "PREFIX", kind=str)],
     documents: Annotated[
         int, typer.Option(help="Number of documents to show, starting with the first.", metavar="N")
     ] = 3,

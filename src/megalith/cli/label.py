@@ -28,6 +28,7 @@ def label(
             "A trained classifier (run, checkpoint or Hugging Face folder) whose classes, in their order, the "
             "texts have; by default the labels of FILE, sorted.",
             "MODEL",
+            kind=str,
         ),
     ] = None,
     max_tokens: Annotated[

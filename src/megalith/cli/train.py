@@ -49,6 +49,7 @@ Source = Annotated[
         "A recipe, a YAML file, or a run's folder, which train continues; if omitted, the recipes are listed.",
         "RECIPE",
         _complete_source,
+        kind=str,
     ),
 ]
 Overrides = Annotated[
@@ -72,6 +73,7 @@ def train(
             "Start from this model: a Hugging Face folder, a run, or a checkpoint; RECIPE may be omitted.",
             "FOLDER",
             "--from",
+            kind=str,
         ),
     ] = None,
 ) -> None:
