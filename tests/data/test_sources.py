@@ -77,6 +77,29 @@ def test_a_subfolder_that_cannot_be_read_is_an_error(tree, monkeypatch):
         find_sources([tree])
 
 
+@pytest.mark.parametrize("name", ["link", "a"])
+def test_what_cannot_be_examined_is_an_error(tree, tmp_path, monkeypatch, name):
+    """As in a folder that may not be entered, to which a link leads or whose names can be read."""
+    (tree / "link").symlink_to(tmp_path)
+    usual = os.stat
+
+    def stat(path, **how):
+        if os.fspath(path).startswith(os.fspath(tree / name)):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return usual(path, **how)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(DataError, match=rf"src/{name} cannot be read: Permission denied; check its permissions"):
+        find_sources([tree])
+
+
+def test_a_link_that_leads_nowhere_is_counted_whatever_the_reason(tree):
+    for name, target in {"in a file": "b.py/x", "itself": "itself", "loop": "back", "back": "loop"}.items():
+        (tree / name).symlink_to(target)
+    found = find_sources([tree])
+    assert (found.num_broken_links, found.num_special) == (5, 1)
+
+
 def test_names_do_not_depend_on_where_the_folder_lies(tree, tmp_path, monkeypatch):
     monkeypatch.chdir(tree)
     names = [source.name for source in find_sources([tree]).files]
@@ -170,6 +193,25 @@ def test_a_file_given_twice_is_refused(tmp_path, tree):
         find_sources([tree, tree / "b.py"])
     with pytest.raises(DataError, match=r"b\.py is given twice"):
         find_sources([tree / "a" / ".." / "b.py"], [tree / "b.py"])
+
+
+def test_a_file_that_several_inputs_lead_to_is_refused(tmp_path, tree):
+    names = [source.name for source in find_sources([tree]).files]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "note.txt").write_text("note")
+    (tmp_path / "other" / "link").symlink_to(tree / "a")
+    (tmp_path / "name.py").symlink_to(tree / "b.py")
+    twice = r"{} and {} are the same file, which would count its text twice; give one of them, or remove the link to it"
+    for inputs in ([tree, tmp_path / "other"], [tmp_path / "other", tree]):
+        first, second = r"\S+/src/a/\w+\.py", r"\S+/other/link/\w+\.py"
+        with pytest.raises(DataError, match=twice.format(*((first, second) if inputs[0] == tree else (second, first)))):
+            find_sources(inputs)
+    with pytest.raises(DataError, match=twice.format(r"\S+/src/b\.py", r"\S+/name\.py")):
+        find_sources([tree, tmp_path / "name.py"])
+    with pytest.raises(DataError, match=r"the same file, which would train on text that is held out; give one"):
+        find_sources([tmp_path / "other"], held_out=[tree])
+    (tree / "within").symlink_to(tree / "b.py")  # one input may name a file twice
+    assert len(find_sources([tree, tmp_path / "other" / "note.txt"]).files) == len(names) + 2
 
 
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path):

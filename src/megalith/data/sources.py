@@ -8,14 +8,16 @@ a folder                              every UTF-8 file below it is one document,
 """
 
 import codecs
+import errno
 import gzip
 import os
 import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, Literal, NoReturn, cast
 
 from megalith.data.sidecar import SourceRecord
 from megalith.errors import DataError
@@ -27,6 +29,7 @@ Format = Literal["text", "jsonl", "parquet"]
 _FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _OF_LINES = (".jsonl", ".ndjson")  # unlike .json, which is usually a single value
 _UNREADABLE = {".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"}
+_LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -111,16 +114,16 @@ def find_sources(
         leave_out: absolute paths to exclude although they are inside an input folder.
 
     Raises:
-        DataError: an input is missing, unreadable, given twice, or in an unsupported format.
+        DataError: an input is missing, unreadable, in an unsupported format, or given twice, also through links.
     """
-    found: list[Source] = []
+    found_by_input: list[list[Source]] = []
     num_skipped = num_broken_links = num_special = 0
     for given, is_held_out in [*((path, False) for path in inputs), *((path, True) for path in held_out)]:
         path = Path(os.path.abspath(given))
         if not os.path.isdir(path):  # unlike Path.is_dir, never raises
-            found.append(_source(path, path.parent, path, is_held_out))
+            found_by_input.append([_source(path, path.parent, path, is_held_out)])
             continue
-        inside, others = _walk(path, leave_out)
+        inside, num_broken, num_others = _walk(path, leave_out)
         candidates = [_source(file, path.parent, path, is_held_out) for file in inside]
         texts = [source for source in candidates if _is_text(source.path)]
         if not texts:
@@ -128,31 +131,45 @@ def find_sources(
                 f"{path} must contain UTF-8 text files; it has none (binary files: {len(candidates)}; hidden files "
                 "are skipped)"
             )
-        found += texts
+        found_by_input.append(texts)
         num_skipped += len(candidates) - len(texts)
-        num_broken = sum(not other.exists() for other in others)
         num_broken_links += num_broken
-        num_special += len(others) - num_broken
-    seen: set[Path] = set()
+        num_special += num_others
+    _refuse_twice(found_by_input)
     num_named: Counter[str] = Counter()
     files: list[Source] = []
-    for source in found:
-        if source.path in seen:
-            raise DataError(f"{source.path} is given twice, which would count its text twice; give it once")
-        seen.add(source.path)
+    for source in chain(*found_by_input):
         files.append(replace(source, occurrence=num_named[source.name]))
         num_named[source.name] += 1
     return Sources(tuple(files), num_skipped, num_broken_links, num_special)
 
 
-def _walk(folder: Path, leave_out: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Returns the files in ``folder``, recursively and sorted, and what is neither a file nor a folder.
+def _refuse_twice(found_by_input: Sequence[Sequence[Source]]) -> None:
+    """Raises DataError if several inputs lead to the same file."""
+    seen: dict[str, Source] = {}
+    for found in found_by_input:
+        real = {os.path.realpath(source.path): source for source in found}
+        for path, here in real.items():
+            if (there := seen.get(path)) is None:
+                continue
+            harm = "count its text twice" if here.held_out == there.held_out else "train on text that is held out"
+            if here.path == there.path:
+                raise DataError(f"{here.path} is given twice, which would {harm}; give it once")
+            raise DataError(
+                f"{there.path} and {here.path} are the same file, which would {harm}; give one of them, or remove the "
+                "link to it"
+            )
+        seen |= real
+
+
+def _walk(folder: Path, leave_out: Sequence[Path]) -> tuple[list[Path], int, int]:
+    """Returns the files in ``folder``, recursively and sorted, and the numbers of broken links and of special files.
 
     Hidden files and folders are not among them. Links to folders are followed; a folder that several paths lead to is
     read once, under the path without links if it has one.
     """
     files: list[Path] = []
-    others: list[Path] = []
+    num_broken = num_special = 0
     visited: set[str] = set()
     excluded = {os.path.realpath(path) for path in leave_out}
     to_visit = [folder]  # and then links to folders, after all that is reached without them
@@ -170,8 +187,13 @@ def _walk(folder: Path, leave_out: Sequence[Path]) -> tuple[list[Path], list[Pat
             )
             folders.clear()
             for path in shown:
-                if not path.is_dir():
-                    (files if path.is_file() else others).append(path)
+                mode = _mode(path)
+                if mode is None:
+                    num_broken += 1
+                elif stat.S_ISREG(mode):
+                    files.append(path)
+                elif not stat.S_ISDIR(mode):
+                    num_special += 1
                 elif path.is_symlink():
                     to_visit.append(path)
                 else:
@@ -181,10 +203,20 @@ def _walk(folder: Path, leave_out: Sequence[Path]) -> tuple[list[Path], list[Pat
             f"every file in {folder} is .jsonl or .parquet, but each file in a folder is read as one document of plain "
             f"text; give the files themselves: {folder}/*{files[0].suffix}"
         )
-    return sorted(files), others
+    return sorted(files), num_broken, num_special
 
 
-def _raise_unreadable(error: OSError) -> None:
+def _mode(path: Path) -> int | None:
+    """Returns the mode of what ``path`` leads to, which tells its type, or None if there is nothing."""
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno in _LEADS_NOWHERE:
+            return None
+        _raise_unreadable(error)
+
+
+def _raise_unreadable(error: OSError) -> NoReturn:
     raise DataError(f"{error.filename} cannot be read: {error.strerror}; check its permissions") from error
 
 
