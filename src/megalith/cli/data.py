@@ -1,6 +1,6 @@
-"""``megalith data``: ``prepare`` converts text files to a dataset; ``inspect`` and ``label`` are in other files."""
+"""``megalith data``: ``prepare`` and ``chat`` make datasets of text and conversations; others are in other files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,6 +93,74 @@ def prepare(
     show_text(_describe(summary, out, recipe, lacks_sentences=lacks_sentences))
 
 
+@app.command()
+def chat(
+    files: Annotated[
+        list[Path],
+        path_argument(
+            ".jsonl (also as .gz) or .parquet: in each line or row messages (a list of role and content), or prompt "
+            "and completion.",
+            "FILES",
+        ),
+    ],
+    out: Annotated[Path, path_option("Prefix of the files to write: PREFIX.bin, .idx, .json.", "PREFIX")],
+    tokenizer: Annotated[
+        Path, path_option("The tokenizer of the model to train: its folder (or that of a run), or its tokenizer.json.")
+    ],
+    chat_template: Annotated[
+        Path | None, path_option("A Jinja file to use in place of the chat template beside the tokenizer.", "FILE")
+    ] = None,
+    no_chat_template: Annotated[
+        bool, typer.Option("--no-chat-template", help="Encode prompt and completion as they are.")
+    ] = False,
+    split_turns: Annotated[
+        bool,
+        typer.Option(
+            "--split-turns",
+            help="Make each assistant message the end of a document of its own, after the messages before it.",
+        ),
+    ] = False,
+    valid: Annotated[
+        float, typer.Option(help="Fraction of the conversations to hold out, as PREFIX-valid.", metavar="FRACTION")
+    ] = 0.0,
+    eod: Annotated[str | None, typer.Option(help="Token that ends a document, if it has an unusual name.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes that encode; by default one per core.", metavar="N")
+    ] = None,
+) -> None:
+    """Tokenize conversations for supervised fine-tuning: only what the assistant writes will have a loss.
+
+    Run the same command again to continue after an interruption, as with prepare.
+    """
+    from megalith.data.chat_format import ChatFormat, tokenizer_file
+    from megalith.data.conversations import learned_sequences
+    from megalith.data.indexed_dataset import IndexedDataset
+    from megalith.data.prepare import prepare as prepare_dataset
+    from megalith.errors import ConfigError
+
+    if no_chat_template and (chat_template is not None or split_turns):
+        raise ConfigError("--no-chat-template leaves --chat-template and --split-turns without effect; give only one")
+    file = tokenizer_file(tokenizer)
+    chats = ChatFormat.find(file, chat_template, use_template=not no_chat_template, split_turns=split_turns)
+    with _progress_bar() as show:
+        summary = prepare_dataset(
+            files,
+            out,
+            tokenizer=file,
+            valid=valid,
+            eod=eod,
+            chat=chats,
+            processes=processes or num_cores(),
+            progress=show,
+        )
+    dataset = IndexedDataset(summary.prefix)
+    num_learned = int(dataset.sequence_lengths[learned_sequences(dataset)].sum())
+    learned = (
+        f"{'learned':<10}{counted(num_learned, 'token')}, {num_learned / dataset.num_tokens:.1%} of the training set"
+    )
+    show_text(_describe(summary, out, "--from MODEL", lacks_sentences=False, more=[learned]))
+
+
 @contextmanager
 def _progress_bar() -> Iterator["Progress"]:
     """Shows a progress bar for each phase on standard error, if that is a terminal."""
@@ -128,8 +196,10 @@ def _recipe_of_sentences(summary: "PrepareSummary") -> str:
     return "llama-4m"  # its text can still be read from left to right
 
 
-def _describe(summary: "PrepareSummary", out: Path, recipe: str, *, lacks_sentences: bool) -> str:
-    """Describes the dataset, and the command to run next.
+def _describe(
+    summary: "PrepareSummary", out: Path, recipe: str, *, lacks_sentences: bool, more: Sequence[str] = ()
+) -> str:
+    """Describes the dataset, with ``more`` lines, and the command to run next.
 
     ``lacks_sentences``: the tokenizer is for a model whose samples consist of sentences, and the dataset has none.
     """
@@ -141,6 +211,7 @@ def _describe(summary: "PrepareSummary", out: Path, recipe: str, *, lacks_senten
                 f"{name:<10}{counted(part.num_documents, 'document')}{empty}, {counted(part.num_tokens, 'token')}, "
                 f"{part.text_bytes / max(1, part.num_tokens):.2f} bytes per token"
             )
+    lines += more
     lines.append(f"{'tokenizer':<10}{summary.train.vocab_size:,} entries, {_short(summary.tokenizer)}")
     lines += _describe_folders(summary.sources)
     if lacks_sentences:

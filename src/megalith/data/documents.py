@@ -7,6 +7,7 @@ read without the text before it.
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -14,7 +15,7 @@ from megalith import optional
 from megalith.data.sources import Source
 from megalith.errors import DataError
 
-__all__ = ["BLOCK_BYTES", "Piece", "read_pieces", "row_group_bytes"]
+__all__ = ["BLOCK_BYTES", "Piece", "place_of", "read_pieces", "read_records", "row_group_bytes"]
 
 BLOCK_BYTES = 1 << 16  # encoding takes about 250 bytes of memory per byte
 _LONGEST_LINE = 1 << 27  # bytes of a document in .jsonl; parsing needs a few times as much memory
@@ -43,15 +44,47 @@ def read_pieces(source: Source, key: str, start: int = 0, stop: int | None = Non
         DataError: the file is not UTF-8, does not have the format of its suffix, or a document has no text; the message
             includes the position.
     """
-    try:
+    with _readable(source):
         if source.format == "parquet":
-            yield from _read_rows(source, key, start, stop)
-        else:
+            yield from _read_texts(source, key, start, stop)
+            return
+        with source.open() as file:
+            if source.format == "jsonl":
+                for offset, line in _lines(source, file, start, stop):
+                    yield from _cut(offset, _text_of(source, line, offset, key))
+            else:
+                yield from _read_text(source, file, start, stop)
+
+
+def read_records(source: Source, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields position and fields of each line of .jsonl or row of .parquet; ``start`` and ``stop`` as ``read_pieces``.
+
+    Fields of a row that are null are left out, in nested ones too: a column has the same fields in every row.
+
+    Raises:
+        DataError: as ``read_pieces``, or ``source`` has another format.
+    """
+    with _readable(source):
+        if source.format == "parquet":
+            for row, record in _rows(source, None, start, stop):
+                yield row, _without_nulls(record)
+        elif source.format == "jsonl":
             with source.open() as file:
-                if source.format == "jsonl":
-                    yield from _read_lines(source, file, key, start, stop)
-                else:
-                    yield from _read_text(source, file, start, stop)
+                for offset, line in _lines(source, file, start, stop):
+                    yield offset, _object_of(source, line, offset)
+        else:
+            raise DataError(f"{source.path} must be .jsonl or .parquet, with one record in each line or row")
+
+
+def place_of(source: Source, document: int) -> str:
+    """``path, line n,`` or ``path, row n,`` for the record at position ``document``."""
+    return f"{source.path}, row {document}," if source.format == "parquet" else _place(source, document)
+
+
+@contextmanager
+def _readable(source: Source) -> Iterator[None]:
+    try:
+        yield
     except (EOFError, zlib.error, OSError) as error:
         raise DataError(f"{source.path} cannot be read to the end: {error}; copy or compress it again") from error
 
@@ -103,7 +136,8 @@ def _line_start(before: bytes, raw: bytes) -> int:
     return next((index for index, byte in enumerate(raw) if byte & 0xC0 != 0x80), len(raw))
 
 
-def _read_lines(source: Source, file: BinaryIO, key: str, start: int, stop: int | None) -> Iterator[Piece]:
+def _lines(source: Source, file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, and the offset of each."""
     file.seek(max(0, start - 1))
     if start:
         file.readline()
@@ -115,17 +149,22 @@ def _read_lines(source: Source, file: BinaryIO, key: str, start: int, stop: int 
                 "into memory at once; check that each line contains a single document"
             )
         if line.strip():
-            yield from _cut(offset, _text_of(source, line, offset, key))
+            yield offset, line
         offset += len(line)
 
 
-def _text_of(source: Source, line: bytes, offset: int, key: str) -> str:
+def _object_of(source: Source, line: bytes, offset: int) -> dict[str, Any]:
     try:
         document = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{_place(source, offset)} must be one JSON object in UTF-8; {error}") from error
     if not isinstance(document, dict):
         raise DataError(f"{_place(source, offset)} must be a JSON object; got {type(document).__name__}")
+    return document
+
+
+def _text_of(source: Source, line: bytes, offset: int, key: str) -> str:
+    document = _object_of(source, line, offset)
     if key not in document:
         keys = ", ".join(map(repr, document)) or "no keys"
         raise DataError(f"{_place(source, offset)} must have its text under {key!r}; it has {keys}; set --key")
@@ -151,19 +190,33 @@ def _place(source: Source, offset: int) -> str:
     return f"{source.path}, line {number},"
 
 
-def _read_rows(source: Source, key: str, start: int, stop: int | None) -> Iterator[Piece]:
+def _read_texts(source: Source, key: str, start: int, stop: int | None) -> Iterator[Piece]:
+    for row, record in _rows(source, key, start, stop):
+        text = record[key]
+        if not isinstance(text, str):
+            raise DataError(f"{source.path}, row {row}, must have text in {key!r}; got {type(text).__name__}")
+        yield from _cut(row, text)
+
+
+def _rows(source: Source, key: str | None, start: int, stop: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of row groups ``start`` to ``stop``, and the number of each; only the column ``key`` if it is given."""
     with _open_parquet(source) as file:
         columns = file.schema_arrow.names
-        if key not in columns:
+        if key is not None and key not in columns:
             raise DataError(f"{source.path} must have a text column {key!r}; it has {columns}; set --key")
         groups = range(file.metadata.num_row_groups)[start:stop]
         row = sum(file.metadata.row_group(group).num_rows for group in range(start))
-        for batch in file.iter_batches(batch_size=_ROWS, row_groups=list(groups), columns=[key]):
-            for text in batch.column(0).to_pylist():
-                if not isinstance(text, str):
-                    raise DataError(f"{source.path}, row {row}, must have text in {key!r}; got {type(text).__name__}")
-                yield from _cut(row, text)
+        chosen = None if key is None else [key]
+        for batch in file.iter_batches(batch_size=_ROWS, row_groups=list(groups), columns=chosen):
+            for record in batch.to_pylist():
+                yield row, record
                 row += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _open_parquet(source: Source) -> Any:

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.data.bracketed_text import bracketed_text
+from megalith.data.conversations import holds_conversations, learned_sequences
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.sidecar import Sidecar
 from megalith.data.token_ids import spread_chunks
@@ -24,7 +26,8 @@ class ShownDocument:
 
     Attributes:
         num_tokens: length of the whole document.
-        text: its first 200 tokens as text, or their ids if the tokenizer is not known.
+        text: its first 200 tokens as text, or their ids if the tokenizer is not known; in a conversation, those without
+            a loss are in brackets.
         is_cut: whether the document is longer than ``text``.
     """
 
@@ -124,11 +127,16 @@ def _tokenizer(
 
 def _first_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int) -> list[ShownDocument]:
     starts = dataset.document_starts()[: number + 1].tolist()
+    borders = dataset.sequence_starts()[1:]
+    is_context = np.zeros(len(dataset), np.bool_)
+    if holds_conversations(dataset):
+        is_context = ~learned_sequences(dataset)
     found = []
     for document, (start, end) in enumerate(pairwise(starts)):
         shown = dataset.tokens[start : min(end, start + _SHOWN_TOKENS)].tolist()
         fits = tokenizer is not None and all(0 <= token_id < tokenizer.vocab_size for token_id in shown)
-        text = tokenizer.decode(shown) if tokenizer is not None and fits else " ".join(map(str, shown))
+        sequences = np.searchsorted(borders, np.arange(start, start + len(shown)), side="right")
+        text = bracketed_text(shown, is_context[sequences].tolist(), tokenizer if fits else None)
         found.append(ShownDocument(document, end - start, text, is_cut=end - start > len(shown)))
     return found
 

@@ -11,14 +11,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from megalith.data.documents import BLOCK_BYTES, Piece, read_pieces, row_group_bytes
+from megalith.data.chat_encoder import ChatEncoder
+from megalith.data.chat_format import ChatFormat
+from megalith.data.documents import BLOCK_BYTES, Piece, place_of, read_pieces, read_records, row_group_bytes
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype, remove_dataset
 from megalith.data.sentences import split_sentences
 from megalith.data.sources import Source
 from megalith.data.tokenizer import Tokenizer
+from megalith.errors import DataError
 
 __all__ = [
     "Encoding",
@@ -70,6 +73,7 @@ class Encoding:
     valid_fraction: float
     splits: tuple[Split, ...]  # "train" last: its .idx marks the part as complete
     split_sentences: bool = False  # one sequence per sentence
+    chat: ChatFormat | None = None  # the sources hold conversations, not texts
 
 
 def plan_parts(sources: Sequence[Source]) -> list[Part]:
@@ -107,23 +111,22 @@ def training_texts(parts: Sequence[Part], key: str, valid_fraction: float) -> It
         done += part.num_bytes
 
 
-def settled_fraction(parts: Sequence[Part], key: str, fraction: float) -> float:
+def settled_fraction(parts: Sequence[Part], key: str | None, fraction: float) -> float:
     """Returns ``fraction``, or the nearest value that leaves a document with text in both sets.
 
     A small number of documents may all fall on one side of ``fraction``: with 0.02, forty documents do so in 45 % of
     cases. Reads documents until one of each set has been seen, 1 / ``fraction`` on average. With fewer than two
-    documents the result is ``fraction``.
+    documents the result is ``fraction``. Without ``key`` each record is a document.
     """
     if fraction == 0.0:
         return fraction
     lowest, highest = 1.0, 0.0
     for part in parts:
-        for source, piece in _pieces(part, key):
-            if piece.text:
-                draw = _draw("held out", source, piece.document)
-                lowest, highest = min(lowest, draw), max(highest, draw)
-                if lowest < fraction <= highest:
-                    return fraction
+        for source, document in _documents(part, key):
+            draw = _draw("held out", source, document)
+            lowest, highest = min(lowest, draw), max(highest, draw)
+            if lowest < fraction <= highest:
+                return fraction
     if lowest >= highest:
         return fraction
     return math.nextafter(lowest, 1.0) if lowest >= fraction else highest
@@ -134,7 +137,7 @@ def encode_part(encoding: Encoding, number: int, part: Part) -> int:
 
     Every document begins with ``begin`` and ends with ``eod``, except empty ones, which have no tokens. If sentences
     are split, ``eod`` is the last token of the last sentence, and a sentence also ends where a long text was cut into
-    pieces.
+    pieces. Of conversations, the sequences are by turns context and what is learned (``Sidecar.conversations``).
 
     Raises:
         DataError: a source is invalid.
@@ -147,7 +150,10 @@ def encode_part(encoding: Encoding, number: int, part: Part) -> int:
             prefix = _prefix(encoding.folder, number, split)
             remove_dataset(prefix)  # left by a process that was killed between two splits
             builders[split] = stack.enter_context(IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)))
-        text_bytes = _encode(encoding, part, tokenizer, builders)
+        if encoding.chat is None:
+            text_bytes = _encode(encoding, part, tokenizer, builders)
+        else:
+            text_bytes = _encode_chats(encoding, part, ChatEncoder(tokenizer, encoding.chat), builders)
         for split, builder in builders.items():
             builder.finalize(text_bytes=text_bytes[split])
     return number
@@ -200,6 +206,37 @@ def _encode(
     if part.ends_inside:
         builders[split].end_document()
     return text_bytes
+
+
+def _encode_chats(
+    encoding: Encoding, part: Part, encoder: ChatEncoder, builders: dict[Split, IndexedDatasetBuilder]
+) -> dict[Split, int]:
+    """Encodes the conversations of ``part`` into ``builders``; returns the bytes of text of each split."""
+    text_bytes = dict.fromkeys(builders, 0)
+    for source, document, record in _records(part):
+        split: Split = "valid" if _is_held_out(source, document, encoding.valid_fraction) else "train"
+        try:
+            encoded = encoder(record)
+        except DataError as error:
+            raise DataError(f"{place_of(source, document)} {error}") from error
+        for chat in encoded:
+            builders[split].add_document(chat.tokens, chat.lengths)
+            text_bytes[split] += chat.num_bytes
+    return text_bytes
+
+
+def _documents(part: Part, key: str | None) -> Iterator[tuple[Source, int]]:
+    """Source and position of the documents with text, some repeatedly."""
+    if key is None:
+        yield from ((source, document) for source, document, _ in _records(part))
+    else:
+        yield from ((source, piece.document) for source, piece in _pieces(part, key) if piece.text)
+
+
+def _records(part: Part) -> Iterator[tuple[Source, int, dict[str, Any]]]:
+    for range in part.ranges:
+        for document, record in read_records(range.source, range.start, range.stop):
+            yield range.source, document, record
 
 
 def _pieces(part: Part, key: str) -> Iterator[tuple[Source, Piece]]:

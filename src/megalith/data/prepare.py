@@ -6,6 +6,7 @@ are stored under the fingerprint of its inputs and settings; the result is ident
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith.data.chat_encoder import ChatEncoder
+from megalith.data.chat_format import ChatFormat
 from megalith.data.documents import BLOCK_BYTES
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, files_of, remove_dataset
@@ -78,6 +81,7 @@ class _Job:
     split_sentences: bool
     bos: bool
     kinds: tuple[str, ...]  # of special tokens, for the tokenizer to be trained
+    chat: ChatFormat | None
 
     @property
     def valid_out(self) -> Path:
@@ -116,6 +120,8 @@ class _Job:
             content += [self.begin]
         if any(self.frame):  # same
             content += [self.frame]
+        if self.chat is not None:  # same
+            content += [dataclasses.astuple(self.chat)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
@@ -141,6 +147,7 @@ def prepare(
     split_sentences: bool = False,
     bos: bool = True,
     special_tokens: Sequence[str] = (),
+    chat: ChatFormat | None = None,
     processes: int = 1,
     progress: Progress = lambda phase, done, total: None,
 ) -> PrepareSummary:
@@ -158,6 +165,7 @@ def prepare(
         bos: prepend ``Tokenizer.begin`` to documents, unless ``split_sentences`` is set.
         special_tokens: add special tokens to the trained tokenizer, for "bert", "t5" or "fim". With "bert" or "t5",
             but not both, its file also makes transformers add the tokens that the model expects around a text.
+        chat: the inputs hold conversations (``chat_encoder.py``), not texts; ``key`` is not used. Needs ``tokenizer``.
         processes: encoding processes. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: called now and then with the phase, the bytes done and the total.
 
@@ -171,23 +179,11 @@ def prepare(
     out = Path(os.path.abspath(out))
     given = None if tokenizer is None else Tokenizer.load(tokenizer, eod)
     _check_begins(given, bos=bos, split_sentences=split_sentences)
+    if chat is not None:
+        _check_chats(sources, chat, given, split_sentences=split_sentences)
     path = _trained(out) if tokenizer is None else Path(os.path.abspath(tokenizer))
-    job = _Job(sources, out, given, path, vocab_size, fraction, key, split_sentences, bos, tuple(special_tokens))
-    folder = companion(job.out, ".parts")
-    with _lock(folder, job.out):
-        try:
-            summary = _finished(job, folder) or _run(job, folder / job.fingerprint[:16], processes, progress)
-            shutil.rmtree(folder, ignore_errors=True)
-        except (ConfigError, DataError):
-            # a corrected input has another fingerprint, so these parts are useless; parts of other jobs are kept
-            shutil.rmtree(folder / job.fingerprint[:16], ignore_errors=True)
-            raise
-        except StorageError as error:
-            raise StorageError(f"{error}; finished parts are kept in {folder}: run the same command again") from error
-        finally:
-            if not any(folder.glob("*/")):
-                shutil.rmtree(folder, ignore_errors=True)
-    return summary
+    job = _Job(sources, out, given, path, vocab_size, fraction, key, split_sentences, bos, tuple(special_tokens), chat)
+    return _ensure_done(job, processes, progress)
 
 
 def _check_tokenizer_choice(
@@ -216,6 +212,18 @@ def _check_begins(tokenizer: Tokenizer | None, *, bos: bool, split_sentences: bo
         )
 
 
+def _check_chats(sources: Sources, chat: ChatFormat, tokenizer: Tokenizer | None, *, split_sentences: bool) -> None:
+    if tokenizer is None or split_sentences:
+        raise ConfigError("conversations require the tokenizer of the model, and cannot be split into sentences")
+    for source in sources.files:
+        if source.format == "text":
+            raise DataError(
+                f"conversations must be in .jsonl or .parquet files, one in each line or row; got {source.path}; "
+                "convert it, or give the files of a folder themselves"
+            )
+    ChatEncoder(tokenizer, chat)  # refused here, before anything is written
+
+
 def _find(inputs: Sequence[str | Path], out: Path, valid: float | Sequence[str | Path]) -> tuple[Sources, float]:
     """The files to read, and the share of their documents to hold out."""
     with explained("write", out):
@@ -237,6 +245,25 @@ def _find(inputs: Sequence[str | Path], out: Path, valid: float | Sequence[str |
 def _trained(out: Path) -> Path:
     """The path of a trained tokenizer."""
     return companion(out, "-tokenizer.json")
+
+
+def _ensure_done(job: _Job, processes: int, progress: Progress) -> PrepareSummary:
+    """Runs what is left of ``job``, under a lock; removes the folder of its parts when they are no longer useful."""
+    folder = companion(job.out, ".parts")
+    with _lock(folder, job.out):
+        try:
+            summary = _finished(job, folder) or _run(job, folder / job.fingerprint[:16], processes, progress)
+            shutil.rmtree(folder, ignore_errors=True)
+        except (ConfigError, DataError):
+            # a corrected input has another fingerprint, so these parts are useless; parts of other jobs are kept
+            shutil.rmtree(folder / job.fingerprint[:16], ignore_errors=True)
+            raise
+        except StorageError as error:
+            raise StorageError(f"{error}; finished parts are kept in {folder}: run the same command again") from error
+        finally:
+            if not any(folder.glob("*/")):
+                shutil.rmtree(folder, ignore_errors=True)
+    return summary
 
 
 def _finished(job: _Job, folder: Path) -> PrepareSummary | None:
@@ -262,9 +289,9 @@ def _run(job: _Job, folder: Path, processes: int, progress: Progress) -> Prepare
     with explained("write", folder):
         folder.mkdir(parents=True, exist_ok=True)
     parts = plan_parts(job.sources.files)
-    fraction = settled_fraction(parts, job.key, job.valid_fraction)
+    fraction = settled_fraction(parts, None if job.chat else job.key, job.valid_fraction)
     tokenizer = _settle_tokenizer(job, parts, fraction, folder / "tokenizer.json", progress)
-    encoding = Encoding(folder, tokenizer.eod, job.begin, job.key, fraction, job.splits, job.split_sentences)
+    encoding = Encoding(folder, tokenizer.eod, job.begin, job.key, fraction, job.splits, job.split_sentences, job.chat)
     encode_parts(encoding, parts, processes, lambda done, total: progress("encode", done, total))
     return _publish(job, parts, encoding, tokenizer, progress)
 
@@ -328,6 +355,7 @@ def _publish(
                 num_skipped_files=job.sources.num_skipped,
                 sources=job.sources.records(held_out=split == "valid"),
                 job=job.fingerprint,
+                conversations=job.chat is not None,
             )
             for split, builder in builders.items()
         }

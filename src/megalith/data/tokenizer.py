@@ -28,6 +28,10 @@ __all__ = ["EOD", "TextStream", "Tokenizer", "train_byte_level_bpe"]
 log = logging.getLogger(__name__)
 
 EOD = "<|endoftext|>"
+_WAY_OUT = (
+    "give a tokenizer.json that has a token for unknown words (unk_token), or train one with: megalith data prepare "
+    "FILES... --out PREFIX --vocab-size N"
+)
 _REPLACEMENT = "\ufffd"
 _MOST_BEGINNING = 8  # tokens prepended to a text; published tokenizers prepend one
 _MOST_BYTES_OPEN = 3  # bytes of an incomplete UTF-8 character
@@ -101,7 +105,7 @@ class Tokenizer:
         self.begin = self._beginning() if begin is None else tuple(begin)
         self._tokenizer.post_processor = None  # it runs even without special tokens, and may drop the text
         self.num_rows = max(self.num_rows, *(id + 1 for id in (self.eod, *self.begin)))
-        self.eod_text = self._tokenizer.id_to_token(self.eod)
+        self.eod_text = self._tokenizer.id_to_token(self.eod) or ""
         self.ends = tuple(dict.fromkeys([self.eod, *ends]))
         if special_text := special_pieces(self._tokenizer):
             self._tokenizer.model = model_without(content, special_text)
@@ -145,11 +149,7 @@ class Tokenizer:
 
         Raises DataError for a text that the tokenizer cannot encode.
         """
-        way_out = (
-            "give a tokenizer.json that has a token for unknown words (unk_token), or train one with: megalith data "
-            "prepare FILES... --out PREFIX --vocab-size N"
-        )
-        with _told(f"{self.name} cannot encode this text", way_out):
+        with _told(f"{self.name} cannot encode this text", _WAY_OUT):
             return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_prompts(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
@@ -161,13 +161,24 @@ class Tokenizer:
 
         Raises DataError as ``encode_batch``.
         """
-        self._tokenizer.encode_special_tokens = not special_tokens
-        try:
+        with self._special_tokens_encoded(special_tokens):
             encoded = self.encode_batch(texts)
-        finally:
-            self._tokenizer.encode_special_tokens = True
         begin = list(self.begin)
         return [ids if special_tokens and ids[: len(begin)] == begin else begin + ids for ids in encoded]
+
+    def encode_with_offsets(
+        self, text: str, *, special_tokens: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of ``text``, and the characters [start, end) of each; ``begin`` is not added.
+
+        Args:
+            special_tokens: as in ``encode_prompts``.
+
+        Raises DataError as ``encode_batch``.
+        """
+        with self._special_tokens_encoded(special_tokens), _told(f"{self.name} cannot encode this text", _WAY_OUT):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
 
     def begins(self, document: Sequence[int]) -> bool:
         """Whether the ids ``document`` start with ``begin``."""
@@ -193,6 +204,18 @@ class Tokenizer:
         id: int | None = self._tokenizer.token_to_id(text)
         return id
 
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of the tokens that the file marks as special."""
+        return frozenset(
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        )
+
+    @property
+    def begin_text(self) -> str:
+        """The text of the first token of ``begin``, the BOS token; empty if there is none."""
+        return self._tokenizer.id_to_token(self.begin[0]) or "" if self.begin else ""
+
     def word_starts(self) -> WordStarts:
         """Lookup tables for which ids of a sequence begin a word."""
         entries = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -210,6 +233,15 @@ class Tokenizer:
     def __reduce__(self) -> tuple[Callable[..., "Tokenizer"], tuple[bytes, int, str]]:
         build = functools.partial(Tokenizer, begin=self.begin, ends=self.ends)
         return build, (self._content, self.eod, self.name)
+
+    @contextmanager
+    def _special_tokens_encoded(self, are_encoded: bool) -> Iterator[None]:
+        """In the ``with`` block, text that spells a special token is encoded as that token if ``are_encoded``."""
+        self._tokenizer.encode_special_tokens = not are_encoded
+        try:
+            yield
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def _beginning(self) -> tuple[int, ...]:
         """The ids that the post-processor prepends to a text, if it appends none. Raises DataError."""

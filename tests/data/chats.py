@@ -1,0 +1,110 @@
+"""Conversations, chat templates like those of published models, and a tokenizer that has their special tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megalith.data.chat_format import ChatFormat
+from megalith.data.prepare import PrepareSummary, prepare
+from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
+
+SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<turn>", "</turn>"]
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# with BOS, trimmed contents and a name of its own for the assistant, as Gemma's
+TURNS = """{{ bos_token }}
+{%- if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}
+{% for message in messages %}
+    {%- set role = 'model' if message.role == 'assistant' else message.role %}
+    {{- '<turn>' + role + '\\n' + message.content | trim + '</turn>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+    {{- '<turn>model\\n' }}
+{%- endif %}"""
+# without a generation prompt, with end-of-text tokens, as Llama 2's
+INSTRUCTIONS = """{% for message in messages %}
+{% if message.role == 'user' %}{{ bos_token + '[INST] ' + message.content + ' [/INST]' }}
+{% elif message.role == 'assistant' %}{{ ' ' + message.content + ' ' + eos_token }}
+{% else %}{% continue %}{% endif %}
+{% endfor %}"""
+# tools, as JSON, and null contents of messages that call one
+TOOLS = """{% if tools %}{{ '<|im_start|>tools\\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>' }}
+{% endif %}
+{% for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is defined %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson(indent=1) }}{% endfor %}
+{{- '<|im_end|>' }}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# removes the reasoning of all turns but the last, as Qwen3's and DeepSeek-R1's
+REASONING = """{% for message in messages %}
+{%- set content = message.content if loop.last else message.content.split('</think>')[-1] %}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+GENERATION = """{% for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ message.content + '<|im_end|>' }}{% endif %}
+{{- '\\n' }}
+{%- endfor %}"""
+TEMPLATES = {
+    "chatml": CHATML,
+    "turns": TURNS,
+    "instructions": INSTRUCTIONS,
+    "tools": TOOLS,
+    "generation": GENERATION,
+}
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+CHATS = [
+    [user("How are you?"), assistant("I am fine.")],
+    [user("  one "), assistant("two\n"), user("three ü"), assistant("four 漢字"), user("five"), assistant(" six ")],
+    [user("left without an answer"), assistant("yes"), user("really?")],
+]
+
+
+def tokenizer() -> Tokenizer:
+    return train_byte_level_bpe(["How are you? I am fine. one two three four five six\n"] * 9, 300, SPECIAL)
+
+
+def write_tokenizer(folder: Path, template: str | None = CHATML) -> Path:
+    """Writes the tokenizer and its template; returns the path of tokenizer.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer().save(folder / "tokenizer.json")
+    tokens = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder / "tokenizer.json"
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def prepare_chats(
+    folder: Path, records: list[dict[str, Any]], *, name: str = "chats", **options: Any
+) -> PrepareSummary:
+    """Prepares ``records`` with the template in ``folder``, which is made if it is not there; ``folder / name``."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        write_tokenizer(folder)
+    of_format = {option: options.pop(option) for option in ("use_template", "split_turns") if option in options}
+    file = write_lines(folder / f"{name}.jsonl", records)
+    return prepare([file], folder / name, tokenizer=path, chat=ChatFormat.find(path, **of_format), **options)
