@@ -1,10 +1,14 @@
 """Conversations, chat templates like those of published models, and a tokenizer that has their special tokens."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megalith.data.chat_format import ChatFormat
+from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.prepare import PrepareSummary, prepare
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 
@@ -108,3 +112,28 @@ def prepare_chats(
     of_format = {option: options.pop(option) for option in ("use_template", "split_turns") if option in options}
     file = write_lines(folder / f"{name}.jsonl", records)
     return prepare([file], folder / name, tokenizer=path, chat=ChatFormat.find(path, **of_format), **options)
+
+
+def write_conversations(
+    prefix: Path, num_chats: int = 40, longest: int = 14, *, vocab_size: int = 61, seed: int = 0, **origin: Any
+) -> str:
+    """Writes conversations of 3 to ``longest`` random tokens with one or two answers; returns the prefix."""
+    random = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for length in random.integers(3, longest + 1, num_chats):
+            borders = np.sort(random.choice(np.arange(1, length), size=2, replace=False))
+            lengths = np.diff([0, *borders, length]).tolist()  # context, answer, context
+            builder.add_document(random.integers(1, vocab_size, length), lengths if length % 3 else [0, *lengths])
+        builder.finalize(vocab_size=vocab_size, eod=0, conversations=True, **origin)
+    return str(prefix)
+
+
+def conversations(prefix: str | Path) -> list[tuple[list[int], list[bool]]]:
+    """Tokens of each conversation, and whether each is learned, read from the files one by one."""
+    dataset = IndexedDataset(prefix)
+    found = []
+    for first, end in pairwise(dataset.document_indices.tolist()):
+        sequences = [dataset.get(number).tolist() for number in range(first, end)]
+        tokens = [token for sequence in sequences for token in sequence]
+        found.append((tokens, [bool(n % 2) for n, sequence in enumerate(sequences) for _ in sequence]))
+    return found

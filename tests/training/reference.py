@@ -1,6 +1,6 @@
 """An independent implementation of a run: one process, no sharding, no micro-batches, torch's own optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.transformer.step_record import MicroBatchRecord, StepRecord
 
+LossOfStep = Callable[[GPTModel, RunConfig, Samples[GPTSample], int, MicroBatchRecord], Tensor]
+
 
 @dataclass
 class Trajectory:
@@ -34,10 +36,15 @@ class Trajectory:
         return any(not torch.equal(self.initial[name].float(), w.float()) for name, w in other.initial.items())
 
 
-def reference(tree: dict[str, Any], num_steps: int = 2, samples: Sequence[GPTSample] = ()) -> Trajectory:
-    """The first steps of the run that ``tree`` describes, each global batch in one forward.
+def reference(
+    tree: dict[str, Any],
+    num_steps: int = 2,
+    samples: Samples[GPTSample] | Sequence[GPTSample] = (),
+    loss_of: LossOfStep | None = None,
+) -> Trajectory:
+    """The first steps of the run that ``tree`` describes, each global batch in one forward, or with ``loss_of``.
 
-    ``samples``: those that the run reads, if they are not those of one dataset.
+    ``samples``: those that the run reads, if they are not those of one dataset of text.
     """
     config = load_run(tree)
     torch.manual_seed(0)
@@ -55,7 +62,7 @@ def reference(tree: dict[str, Any], num_steps: int = 2, samples: Sequence[GPTSam
     found = Trajectory(initial={name: p.detach().clone() for name, p in named.items()})
     for step in range(num_steps):
         record = StepRecord(1.0)
-        loss = _loss(model, config, dataset, step, record.micro_batch(0))
+        loss = (loss_of or _loss)(model, config, dataset, step, record.micro_batch(0))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
         found.losses.append(loss.item())

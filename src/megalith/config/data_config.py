@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
@@ -11,7 +11,17 @@ from megalith.config.fill_in_the_middle_config import FillInTheMiddleConfig
 from megalith.config.masking_config import MaskingConfig
 from megalith.config.settings_group import LARGEST_COUNT, LARGEST_SIZE, FilePath, SettingsGroup
 
-__all__ = ["PREFIX_KINDS", "PREFIX_SETTINGS", "BlendPhaseConfig", "DataConfig", "train_setting", "valid_setting"]
+__all__ = [
+    "PREFIX_KINDS",
+    "PREFIX_SETTINGS",
+    "BlendPhaseConfig",
+    "DataConfig",
+    "LongConversations",
+    "train_setting",
+    "valid_setting",
+]
+
+LongConversations = Literal["refuse", "cut", "skip"]
 
 
 def _plain_name(name: str) -> str:
@@ -69,6 +79,11 @@ class DataConfig(SettingsGroup):
     )
     reset_position_ids: bool = Field(default=False, description="position ids restart at 0 in every document")
     eod_mask_loss: bool = Field(default=False, description="mask the loss where the input token ends a document")
+    long_conversations: LongConversations | None = Field(
+        default=None,
+        description="what to do with conversations longer than a sample: raise an error (refuse; also null), cut off "
+        "their end, or skip them; the last two log how many",
+    )
     fill_in_the_middle: FillInTheMiddleConfig | None = Field(
         default=None, description="fill-in-the-middle training of a GPT: some documents are reordered"
     )

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.data.conversations import require_text
 from megalith.data.fill_in_the_middle import FillInTheMiddle
 from megalith.data.fingerprint import fingerprint
 from megalith.data.indexed_dataset import IndexedDataset
@@ -42,12 +43,15 @@ class GPTSample:
         labels: int64 [S], the next token at each position.
         loss_mask: bool [S], whether the label counts in the loss.
         documents: int32 [S], ordinal of the token's document within the sample, from 0.
+        keeps_documents_apart: whether documents do not attend to each other, and positions restart in each, whatever
+            ``data.reset_attention_mask`` and ``data.reset_position_ids`` say.
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int32]
+    keeps_documents_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class GPTBatch:
         tokens: int64 [B, S].
         labels, loss_mask: int64 and bool [B, S]; [1+M, B, S] with multi-token prediction.
         documents: int32 [B, S].
+        keeps_documents_apart: bool [B].
         row_ids: int64 [B], index of each row in the step's global batch.
         positions: int64 [S], index of each column in its row. If rows are split over ranks, tokens, labels, loss_mask
             and positions hold this rank's columns; documents hold whole rows.
@@ -67,6 +72,7 @@ class GPTBatch:
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int32]
+    keeps_documents_apart: NDArray[np.bool_]
     row_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
 
@@ -78,6 +84,7 @@ def stack_samples(samples: Sequence[GPTSample], row_ids: Sequence[int]) -> GPTBa
         np.stack([sample.labels for sample in samples]),
         np.stack([sample.loss_mask for sample in samples]),
         np.stack([sample.documents for sample in samples]),
+        np.array([sample.keeps_documents_apart for sample in samples]),
         np.array(row_ids, dtype=np.int64),
         np.arange(len(samples[0].tokens)),
     )
@@ -111,8 +118,8 @@ class GPTDataset:
 
     Raises:
         ConfigError: ``seq_length`` is below 1.
-        DataError: the files cannot be read, do not hold token ids, or hold fewer than two; or, when a sample is read,
-            it has a token id that is not below ``vocab_size``.
+        DataError: the files cannot be read, do not hold token ids, hold fewer than two, or hold conversations
+            (``chat_dataset.py``); or, when a sample is read, it has a token id that is not below ``vocab_size``.
     """
 
     def __init__(
@@ -259,6 +266,7 @@ def _open(dataset: str | Path | IndexedDataset, seq_length: int) -> IndexedDatas
         raise ConfigError(f"data.seq_length must be at least 1; got {seq_length}; use 1024")
     found = dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
     found.require_token_ids()
+    require_text(found)
     if found.num_tokens < 2:
         raise DataError(
             f"{found.prefix} must contain at least two tokens, an input and a target; it has {found.num_tokens}; "

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.config.masking_config import LongSentences, MaskingConfig
+from megalith.data.conversations import require_text
 from megalith.data.fingerprint import fingerprint
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.sentence_packing import pack_sentences
@@ -54,8 +55,8 @@ class MaskedDataset(ABC, Generic[Sample]):
 
     Raises:
         ConfigError: samples are too short to hold text.
-        DataError: the files cannot be read, do not hold token ids, are not split into sentences, have sentences longer
-            than a sample, or have no document with enough sentences for a sample.
+        DataError: the files cannot be read, do not hold token ids, hold conversations, are not split into sentences,
+            have sentences longer than a sample, or have no document with enough sentences for a sample.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class MaskedDataset(ABC, Generic[Sample]):
         self._vocab_size = vocab_size
         self._data = dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
         self._data.require_token_ids()
+        require_text(self._data)
         self._starts, self._ends, documents = _sentences(self._data)
         lengths = self._ends - self._starts
         if masking.long_sentences == "cut":

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from megalith.config import RunConfig, train_setting, valid_setting
+from megalith.data.conversations import holds_conversations
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.errors import DataError
@@ -155,7 +156,7 @@ def check_origin_tokenizer(config: RunConfig, keeper: Store) -> Iterator[str]:
                 f"{dataset.prefix} was made with a different tokenizer than the model of {keeper} ({kept}); prepare "
                 f"the text with that one: megalith data prepare FILES... --out PREFIX --tokenizer {kept}"
             )
-        elif config.model.kind == "gpt":
+        elif config.model.kind == "gpt" and not holds_conversations(dataset):  # a chat template writes such tokens
             _tell_of_beginnings(config, dataset, keeper)
 
 

@@ -37,7 +37,7 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
 
     def __init__(self, config: RunConfig, costs: ModelCosts, tokens_per_sample: int) -> None:
         assert config.model.vocab_size is not None, "set by preflight"
-        for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
+        for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss", "long_conversations"):
             if getattr(config.data, name):
                 raise ConfigError(
                     f"data.{name} is for the rows of a GPT, which hold several documents; a row of model."

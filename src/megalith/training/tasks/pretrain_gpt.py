@@ -1,4 +1,7 @@
-"""Next-token prediction: a causal language model learns each token from the preceding ones."""
+"""Next-token prediction: a causal language model learns each token from the preceding ones.
+
+Of texts, it learns every token (pretraining); of conversations, those of the assistant (supervised fine-tuning).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 from megalith.config import RunConfig
 from megalith.config.layout import Layout
 from megalith.data.blended_dataset import blended
+from megalith.data.chat_dataset import ChatDataset, HeldOutChats
+from megalith.data.conversations import holds_conversations
 from megalith.data.fill_in_the_middle import FillInTheMiddle
 from megalith.data.gpt_dataset import (
     EvaluationDataset,
@@ -22,6 +27,7 @@ from megalith.data.gpt_dataset import (
     stack_samples,
     with_labels_ahead,
 )
+from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.samples import Samples
 from megalith.device_copy import to_device
 from megalith.errors import ConfigError, DataError
@@ -34,6 +40,7 @@ from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.storage import open_store, record_of
 from megalith.training.run_tokenizer import load_tokenizer
+from megalith.training.tasks.conversation_settings import check_settings_of_conversations
 from megalith.training.tasks.gpt_size import expert_parameters, flops_per_token, parameters, stage_costs
 from megalith.training.tasks.gpt_traffic import gpt_traffic
 from megalith.training.tasks.shown_text import bracketed
@@ -62,7 +69,7 @@ class GPTInputs:
 
 
 class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
-    """GPT pretraining: the term ``lm`` is the mean negative log-likelihood in nats of the tokens that the mask keeps.
+    """Training of a GPT: the term ``lm`` is the mean negative log-likelihood in nats of the tokens that the mask keeps.
 
     With multi-token prediction, ``mtp_1`` ... ``mtp_M`` are the terms of the tokens 1 ... M further ahead, each a mean
     over its own unmasked tokens, with the weight ``loss_weight`` / M (arXiv:2412.19437, equation 25).
@@ -126,16 +133,21 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         """Returns ``data.train`` in the order of ``train.seed``, with ``data.fill_in_the_middle`` applied to documents.
 
         Raises:
-            DataError: the tokenizer cannot be read, or does not support fill-in-the-middle.
-            ConfigError: the model has no row for one of the three tokens of fill-in-the-middle.
+            DataError: the data or the tokenizer cannot be read, or it does not support fill-in-the-middle.
+            ConfigError: the model has no row for one of the three tokens of fill-in-the-middle, or a setting has no
+                effect on these data.
         """
+        check_settings_of_conversations(self.config.data)
         return blended(self.config.data, partial(self._train_dataset, fill_in_the_middle=self._fill_in_the_middle()))
 
-    def _train_dataset(self, prefix: str, fill_in_the_middle: FillInTheMiddle | None) -> GPTDataset:
+    def _train_dataset(self, prefix: str, fill_in_the_middle: FillInTheMiddle | None) -> GPTDataset | ChatDataset:
+        dataset, seed = IndexedDataset(prefix), self.config.train.seed
+        if holds_conversations(dataset):
+            return self._chats(dataset, seed)
         return GPTDataset(
-            prefix,
+            dataset,
             self.config.data.seq_length,
-            self.config.train.seed,
+            seed,
             mask_eod=self.config.data.eod_mask_loss,
             vocab_size=self.config.model.vocab_size,
             fill_in_the_middle=fill_in_the_middle,
@@ -149,11 +161,16 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         folder, name = open_store(path).split()
         return {**identity, "tokenizer": record_of(folder.parts(name)).sha256}
 
-    def evaluation_dataset(self, prefix: str) -> EvaluationDataset:
-        """Returns samples with every token of ``prefix`` except the first as a label, once."""
-        data = self.config.data
+    def evaluation_dataset(self, prefix: str) -> EvaluationDataset | HeldOutChats:
+        """Returns samples with every token of ``prefix`` except the first as a label, once.
+
+        Of conversations, the labels with a loss are those of the assistant.
+        """
+        data, dataset = self.config.data, IndexedDataset(prefix)
+        if holds_conversations(dataset):
+            return HeldOutChats(self._chats(dataset, seed=0))
         return EvaluationDataset(
-            prefix, data.seq_length, mask_eod=data.eod_mask_loss, vocab_size=self.config.model.vocab_size
+            dataset, data.seq_length, mask_eod=data.eod_mask_loss, vocab_size=self.config.model.vocab_size
         )
 
     def collate(
@@ -185,12 +202,13 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         split.
         """
         S, columns = batch.documents.shape[1], torch.from_numpy(batch.positions)  # [S/cp]
-        packed = None
-        if self._packs_documents or self._resets_positions:
-            packed = PackedSeqParams.from_documents(torch.from_numpy(batch.documents))
+        packed = _documents_apart(batch, self._packs_documents)
+        with_own_positions = packed
+        if self._resets_positions != self._packs_documents:
+            with_own_positions = _documents_apart(batch, self._resets_positions)
         positions = columns
-        if packed is not None and self._resets_positions:
-            positions = packed.position_ids()[:, columns]  # [B, S/cp]
+        if with_own_positions is not None:
+            positions = with_own_positions.position_ids()[:, columns]  # [B, S/cp]
         rows = torch.from_numpy(batch.row_ids).unsqueeze(1)  # [B, 1]
         token_ids = to_device(rows * S + columns, device)  # [B, S/cp]
         return GPTInputs(
@@ -198,7 +216,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             to_device(batch.labels, device),
             to_device(batch.loss_mask, device),
             to_device(positions, device),
-            packed.to(device) if packed is not None and self._packs_documents else None,
+            None if packed is None else packed.to(device),
             DropoutKey(self.config.train.seed, step, token_ids),
         )
 
@@ -233,6 +251,16 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             tokenizer = None
         return bracketed(sample.labels.tolist(), (~sample.loss_mask).tolist(), tokenizer)
 
+    def _chats(self, dataset: IndexedDataset, seed: int) -> ChatDataset:
+        data = self.config.data
+        return ChatDataset(
+            dataset,
+            data.seq_length,
+            seed,
+            long_conversations=data.long_conversations or "refuse",
+            vocab_size=self.config.model.vocab_size,
+        )
+
     def _fill_in_the_middle(self) -> FillInTheMiddle | None:
         settings, vocab_size = self.config.data.fill_in_the_middle, self.config.model.vocab_size
         if settings is None:
@@ -250,3 +278,14 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
     def text_writer(self) -> GPTTextWriter:
         """Returns a writer that continues the prompts of ``train.generation`` with the run's tokenizer."""
         return GPTTextWriter(self.config, load_tokenizer(self.config))
+
+
+def _documents_apart(batch: GPTBatch, of_all_rows: bool) -> PackedSeqParams | None:
+    """The documents of the rows that keep them apart, or ``of_all_rows``; another row is one document.
+
+    None if there is no such row.
+    """
+    is_apart = batch.keeps_documents_apart | of_all_rows  # [B]
+    if not is_apart.any():
+        return None
+    return PackedSeqParams.from_documents(torch.from_numpy(np.where(is_apart[:, None], batch.documents, 0)))
