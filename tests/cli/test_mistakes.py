@@ -6,13 +6,14 @@ import signal
 
 import pytest
 
+from tests.cli.chat_mistakes import CHAT_MISTAKES
 from tests.cli.conversion_mistakes import CONVERSION_MISTAKES
 from tests.cli.mistakes import MISTAKES, other_shape, snapshot, train
 from tests.cli.more_mistakes import ENVIRONMENTS, MORE_MISTAKES
 from tests.program import Ended, here, start, start_torchrun, wait_for_steps
 from tests.rank_pool import ranks
 
-ALL_MISTAKES = MISTAKES | MORE_MISTAKES | CONVERSION_MISTAKES
+ALL_MISTAKES = MISTAKES | MORE_MISTAKES | CONVERSION_MISTAKES | CHAT_MISTAKES
 
 
 @pytest.mark.parametrize("name", ALL_MISTAKES)

@@ -14,9 +14,11 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from megalith.data.tokenizer import train_byte_level_bpe
 from tests.docs.pages import ROOT
 from tests.program import Ended, here, start
 from tests.rank_pool import ranks
+from tests.training.tasks.conversion.folders import write_folder
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 SMALLER = ["train.global_batch_size=4", "train.micro_batch_size=1", "optim.warmup_steps=0", "data.seq_length=32"]
@@ -76,8 +78,21 @@ def write_texts(folder: Path) -> None:
     rows = [f"{'good' if number % 2 else 'bad'} ships,{'+' if number % 2 else '-'}" for number in range(12)]
     for name in ("reviews", "held_out", "more_reviews"):
         (folder / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
+    write_chat_model(folder / "hf" / "chat")
+    chats = [{"prompt": f"w{number}", "completion": "some"} for number in range(40)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (folder / "question.txt").write_text("<u>Once</u><a>")
     question = {"context": "Once there were", "choices": [" ships", " names"], "answer": 0}
     (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
+
+
+def write_chat_model(folder: Path) -> None:
+    """Writes a model of Hugging Face with a chat template that is short enough for the rows of the test."""
+    write_folder(folder, "llama")
+    train_byte_level_bpe(["some words"] * 9, 262, ["<u>", "</u>", "<a>", "</a>"]).save(folder / "tokenizer.json")
+    tag = "{% set tag = m.role[0] %}<{{ tag }}>{{ m.content }}</{{ tag }}>"
+    template = "{% for m in messages %}" + tag + "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
 
 
 def here_in(folder: Path, *arguments: str) -> Ended:

@@ -46,6 +46,7 @@ _LEFT_OUT = (
     "data.phases",
     "data.valid",
     "data.tokenizer",
+    "data.long_conversations",
     "train.compile",
     "train.compile_fusions",
     "train.evaluation",
