@@ -134,6 +134,19 @@ def test_rows_of_texts_and_of_conversations_may_share_a_batch(tmp_path):
         assert inputs.position_ids[0].tolist() == inputs.position_ids[2].tolist() == list(range(16))
 
 
+def test_tokens_further_ahead_are_learned_in_the_same_conversation_only(tmp_path):
+    config = load_run(chat_settings(tmp_path, model={"mtp": {"num_modules": 2}}))
+    task, G = task_of(config), config.train.global_batch_size
+    dataset = task.train_dataset()
+    counts = task.counts(task.collate([dataset[row] for row in range(G)], range(G)))
+    learned = [mask for _, mask in in_step(config, 0)]
+    assert counts == {
+        "lm": sum(sum(mask[1:]) for mask in learned),
+        "mtp_1": sum(sum(mask[2:]) for mask in learned),
+        "mtp_2": sum(sum(mask[3:]) for mask in learned),
+    }
+
+
 @pytest.mark.parametrize(
     ("data", "error", "says"),
     [

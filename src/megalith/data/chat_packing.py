@@ -28,8 +28,8 @@ def pack_rows(lengths: Numbers, room: int, order: Numbers) -> tuple[Numbers, Num
     sizes: list[int] = []  # its keys, sorted
     row_of = np.zeros(len(lengths), np.int64)
     left_in: list[int] = []
-    for item in np.lexsort((order, -lengths)).tolist():
-        length = int(lengths[item])
+    longest_first = np.lexsort((order, -lengths))
+    for item, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
         at = bisect_left(sizes, length)
         if at < len(sizes):
             row = rows_with[sizes[at]].pop()
