@@ -24,10 +24,12 @@ def test_all_ranks_together_read_the_samples_of_the_step(dataset, dp_size, micro
     rows = {}
     for rank in range(dp_size):
         for batch in StepLoader(dataset, stack_samples, rank, dp_size).batch(24, 8, micro_batch):
-            per_token = {name: array for name, array in vars(batch).items() if name not in ("row_ids", "positions")}
+            others = ("row_ids", "positions", "keeps_documents_apart")
+            per_token = {name: array for name, array in vars(batch).items() if name not in others}
             assert {array.shape for array in per_token.values()} == {(micro_batch, 8)}
             dtypes = [array.dtype for array in vars(batch).values()]
-            assert dtypes == [np.int64, np.int64, np.bool_, np.int32, np.int64, np.int64]
+            assert dtypes == [np.int64, np.int64, np.bool_, np.int32, np.bool_, np.int64, np.int64]
+            assert batch.keeps_documents_apart.tolist() == [False] * micro_batch
             assert batch.positions.tolist() == list(range(8))
             for row, index in enumerate(batch.row_ids.tolist()):
                 rows[index] = [vars(batch)[name][row] for name in ("tokens", "labels", "loss_mask", "documents")]

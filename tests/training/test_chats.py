@@ -139,12 +139,22 @@ def test_tokens_further_ahead_are_learned_in_the_same_conversation_only(tmp_path
     task, G = task_of(config), config.train.global_batch_size
     dataset = task.train_dataset()
     counts = task.counts(task.collate([dataset[row] for row in range(G)], range(G)))
-    learned = [mask for _, mask in in_step(config, 0)]
+    learned = [mask for _, mask in in_step(config, dataset, 0)]
     assert counts == {
         "lm": sum(sum(mask[1:]) for mask in learned),
         "mtp_1": sum(sum(mask[2:]) for mask in learned),
         "mtp_2": sum(sum(mask[3:]) for mask in learned),
     }
+
+
+def test_a_blend_of_conversations_and_texts_is_the_same_in_every_layout(tmp_path):
+    train = {"chats": write_conversations(tmp_path / "chats", 80), "text": write_dataset(tmp_path / "text")}
+    blend = {"train": train, "weights": {"chats": 0.5, "text": 0.5}, "long_conversations": "skip"}
+    tree = chat_settings(tmp_path, data=blend)
+    ranks(1, run_here, tree, 1)
+    other = {**tree, "run": str(tmp_path / "other"), "parallel": {"context": 2, "shard": 2}}
+    ranks(4, run_here, other, 4)
+    np.testing.assert_allclose(losses(other["run"]), losses(tree["run"]), rtol=LAYOUT_FLOAT64)
 
 
 @pytest.mark.parametrize(

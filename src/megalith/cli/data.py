@@ -33,6 +33,20 @@ Files = Annotated[
     ),
 ]
 
+Chats = Annotated[
+    list[Path],
+    path_argument(
+        ".jsonl (also as .gz) or .parquet: in each line or row messages (a list of role and content), or prompt and "
+        "completion.",
+        "FILES",
+    ),
+]
+Out = Annotated[Path, path_option("Prefix of the files to write: PREFIX.bin, .idx, .json.", "PREFIX")]
+Eod = Annotated[str | None, typer.Option(help="Token that ends a document, if it has an unusual name.")]
+Processes = Annotated[
+    int | None, typer.Option(min=1, help="Number of processes that encode; by default one per core.", metavar="N")
+]
+
 
 @app.callback()
 def data() -> None:
@@ -42,7 +56,7 @@ def data() -> None:
 @app.command()
 def prepare(
     files: Files,
-    out: Annotated[Path, path_option("Prefix of the files to write: PREFIX.bin, .idx, .json.", "PREFIX")],
+    out: Out,
     tokenizer: Annotated[Path | None, path_option("Path of a tokenizer.json of Hugging Face tokenizers.")] = None,
     vocab_size: Annotated[
         int | None, typer.Option(help="Train a byte-level BPE tokenizer with this many entries instead.", metavar="N")
@@ -51,7 +65,7 @@ def prepare(
         float, typer.Option(help="Fraction of the documents to hold out, as PREFIX-valid.", metavar="FRACTION")
     ] = 0.0,
     key: Annotated[str, typer.Option(help="Key or column that holds the text in .jsonl and .parquet.")] = "text",
-    eod: Annotated[str | None, typer.Option(help="Token that ends a document, if it has an unusual name.")] = None,
+    eod: Eod = None,
     split_sentences: Annotated[
         bool, typer.Option("--split-sentences", help="Record where sentences and lines end; needed by BERT and T5.")
     ] = False,
@@ -62,9 +76,7 @@ def prepare(
         list[str] | None,
         typer.Option(help="With --vocab-size: special tokens for bert, t5 or fim; may be repeated.", metavar="KIND"),
     ] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes that encode; by default one per core.", metavar="N")
-    ] = None,
+    processes: Processes = None,
 ) -> None:
     """Tokenize text into a dataset.
 
@@ -95,15 +107,8 @@ def prepare(
 
 @app.command()
 def chat(
-    files: Annotated[
-        list[Path],
-        path_argument(
-            ".jsonl (also as .gz) or .parquet: in each line or row messages (a list of role and content), or prompt "
-            "and completion.",
-            "FILES",
-        ),
-    ],
-    out: Annotated[Path, path_option("Prefix of the files to write: PREFIX.bin, .idx, .json.", "PREFIX")],
+    files: Chats,
+    out: Out,
     tokenizer: Annotated[
         Path, path_option("The tokenizer of the model to train: its folder (or that of a run), or its tokenizer.json.")
     ],
@@ -123,10 +128,8 @@ def chat(
     valid: Annotated[
         float, typer.Option(help="Fraction of the conversations to hold out, as PREFIX-valid.", metavar="FRACTION")
     ] = 0.0,
-    eod: Annotated[str | None, typer.Option(help="Token that ends a document, if it has an unusual name.")] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes that encode; by default one per core.", metavar="N")
-    ] = None,
+    eod: Eod = None,
+    processes: Processes = None,
 ) -> None:
     """Tokenize conversations for supervised fine-tuning: only what the assistant writes will have a loss.
 

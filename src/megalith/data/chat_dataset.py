@@ -12,7 +12,7 @@ import logging
 import os
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,17 @@ from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation
 from megalith.wording import counted
 
-__all__ = ["ChatDataset", "HeldOutChats"]
+__all__ = ["ChatDataset", "ChatSample", "HeldOutChats"]
 
 log = logging.getLogger(__name__)
 
 Numbers = NDArray[np.int64]
+
+
+class ChatSample(GPTSample):
+    """One row of conversations; the document after the last one is padding."""
+
+    keeps_documents_apart: ClassVar[bool] = True
 
 
 class ChatDataset:
@@ -88,14 +94,14 @@ class ChatDataset:
         """Number of rows."""
         return Fraction(self.num_samples)
 
-    def __getitem__(self, index: int) -> GPTSample:
+    def __getitem__(self, index: int) -> ChatSample:
         """Sample ``index``, from 0 on. Raises IndexError below 0."""
         if index < 0:
             raise IndexError(f"samples are numbered from 0; got {index}")
         epoch, place = divmod(index, self.num_samples)
         return self.row(KeyedPermutation(self.num_samples, self.seed, f"rows-{epoch}")(place), index)
 
-    def row(self, number: int, index: int) -> GPTSample:
+    def row(self, number: int, index: int) -> ChatSample:
         """Row ``number`` of an epoch; error messages call it sample ``index``."""
         S = self.seq_length
         tokens, labels = np.zeros(S, np.int64), np.zeros(S, np.int64)
@@ -111,7 +117,7 @@ class ChatDataset:
             tokens[own], labels[own], loss_mask[own] = piece[:-1], piece[1:], learned[1:]
             start = own.stop
             documents[start:] += 1  # of the next one, or of the padding
-        return GPTSample(tokens, labels, loss_mask, documents, keeps_documents_apart=True)
+        return ChatSample(tokens, labels, loss_mask, documents)
 
     def identity(self) -> dict[str, Any]:
         """The fingerprint of text and roles, the SHA-256 of the tokenizer file if it is recorded, and the packing."""
@@ -180,7 +186,7 @@ class HeldOutChats:
     def __len__(self) -> int:
         return self._dataset.num_samples
 
-    def __getitem__(self, index: int) -> GPTSample:
+    def __getitem__(self, index: int) -> ChatSample:
         """Sample ``index``. Raises IndexError outside [0, len)."""
         if not 0 <= index < len(self):
             raise IndexError(f"samples are numbered 0 to {len(self) - 1}; got {index}")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class GPTSample:
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int32]
-    keeps_documents_apart: bool = False
+    keeps_documents_apart: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
