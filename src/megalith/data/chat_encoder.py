@@ -67,49 +67,37 @@ class ChatEncoder:
 
         Raises DataError if the record has another form, or nothing to learn.
         """
-        messages, tools = _messages(record), record.get("tools")
+        messages, tools = _messages(record), _tools(record)
         if messages is None:
             prompt, completion = _prompt_and_completion(record)
             if self._template is None:
                 return [self._without_template(prompt, completion)]
             messages = [{"role": "user", "content": prompt}, {"role": _ASSISTANT, "content": completion}]
-        if self._template is None or self._tools_template is None:
+        template = self._tools_template if tools else self._template
+        if template is None:
             raise DataError(
                 "has messages, but the model has no chat template; give --chat-template FILE, or records with the "
                 "texts prompt and completion"
             )
-        if not (tools is None or isinstance(tools, list)):
-            raise DataError(f"must have a list under 'tools'; got {type(tools).__name__}")
-        turns = [i for i, message in enumerate(messages) if message["role"] == _ASSISTANT and _counts(message)]
-        if not turns:
-            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise DataError(f"must have a message of the {_ASSISTANT} to learn; its roles are {roles}; remove it")
-        forged_marks, learned_marks = _marks_absent_from([*messages, *(tools or ())])
-        mark = partial(_mapped, change=partial(self._special.sub, rf"{forged_marks[0]}\g<0>{forged_marks[1]}"))
-        template = self._tools_template if tools else self._template
-        render = partial(template.render, tools=None if tools is None else mark(tools), marks=learned_marks)
-        marked = [mark(message) for message in messages]
-        found = []
-        for known, learned in [(turn + 1, [turn]) for turn in turns] if self._split_turns else [(len(marked), turns)]:
-            if template.marks_learned_text:
-                text, spans = _spans_in_blocks(render(marked[:known]), learned_marks)
-                spans = self._of_turns(spans, messages[:known], learned)
-            else:
-                text, spans = _spans_of_turns(render, marked[:known], learned)
-            found.append(self._encoded(text, spans, forged_marks))
-        return found
+        turns = _learned_turns(messages)
+        if self._split_turns:
+            return [self._conversation(template, messages[: turn + 1], tools, [turn]) for turn in turns]
+        return [self._conversation(template, messages, tools, turns)]
 
-    def _of_turns(self, spans: list[Span], messages: Sequence[Message], learned: Sequence[int]) -> list[Span]:
-        """The ``spans`` of generation blocks for the messages ``learned`` of all the assistant's."""
-        turns = [i for i, message in enumerate(messages) if message["role"] == _ASSISTANT]
-        if list(learned) == turns:
-            return spans
-        if len(spans) != len(turns):
-            raise DataError(
-                f"must have one generation block of the chat template for each message of the {_ASSISTANT}, to learn "
-                f"only some of them; it has {len(spans)} for {len(turns)}; use a template that encloses each message"
-            )
-        return [span for span, turn in zip(spans, turns, strict=True) if turn in learned]
+    def _conversation(
+        self, template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, learned: Sequence[int]
+    ) -> EncodedChat:
+        """The tokens of ``messages``, with those of the messages ``learned`` to be learned."""
+        forged_marks, learned_marks = _marks_absent_from([*messages, *(tools or ())])
+        mark = partial(self._special.sub, rf"{forged_marks[0]}\g<0>{forged_marks[1]}")
+        marked = [_mapped(message, mark) for message in messages]
+        render = partial(template.render, tools=_mapped(tools, mark), marks=learned_marks)
+        if template.marks_learned_text:
+            text, spans = _spans_in_blocks(render(marked), learned_marks)
+            spans = _of_turns(spans, messages, learned)
+        else:
+            text, spans = _spans_of_turns(render, marked, learned)
+        return self._encoded(text, spans, forged_marks)
 
     def _without_template(self, prompt: str, completion: str) -> EncodedChat:
         """The tokens that begin a text, the two texts, and the end-of-document token, which is learned."""
@@ -149,6 +137,22 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return [{name: value for name, value in message.items() if value is not None} for message in given]
 
 
+def _tools(record: Mapping[str, Any]) -> list[Any] | None:
+    tools = record.get("tools")
+    if not (tools is None or isinstance(tools, list)):
+        raise DataError(f"must have a list under 'tools'; got {type(tools).__name__}")
+    return tools
+
+
+def _learned_turns(messages: Sequence[Message]) -> list[int]:
+    """The numbers of the assistant's messages to learn. Raises DataError if there are none."""
+    turns = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT and _counts(message)]
+    if not turns:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise DataError(f"must have a message of the {_ASSISTANT} to learn; its roles are {roles}; remove it")
+    return turns
+
+
 def _prompt_and_completion(record: Mapping[str, Any]) -> tuple[str, str]:
     prompt, completion = record.get("prompt"), record.get("completion")
     if not isinstance(prompt, str) or not isinstance(completion, str) or not completion:
@@ -176,6 +180,19 @@ def _spans_in_blocks(text: str, marks: tuple[str, str]) -> tuple[str, list[Span]
             spans.append((length, length + len(piece)))
         length += len(piece)
     return "".join(pieces), spans
+
+
+def _of_turns(spans: list[Span], messages: Sequence[Message], learned: Sequence[int]) -> list[Span]:
+    """The ``spans`` of generation blocks for the messages ``learned`` of all the assistant's."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == _ASSISTANT]
+    if list(learned) == turns:
+        return spans
+    if len(spans) != len(turns):
+        raise DataError(
+            f"must have one generation block of the chat template for each message of the {_ASSISTANT}, to learn "
+            f"only some of them; it has {len(spans)} for {len(turns)}; use a template that encloses each message"
+        )
+    return [span for span, turn in zip(spans, turns, strict=True) if turn in learned]
 
 
 def _spans_of_turns(

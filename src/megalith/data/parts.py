@@ -137,7 +137,7 @@ def encode_part(encoding: Encoding, number: int, part: Part) -> int:
 
     Every document begins with ``begin`` and ends with ``eod``, except empty ones, which have no tokens. If sentences
     are split, ``eod`` is the last token of the last sentence, and a sentence also ends where a long text was cut into
-    pieces. Of conversations, the sequences are by turns context and what is learned (``Sidecar.conversations``).
+    pieces. The sequences of conversations alternate between context and what is learned (``Sidecar.conversations``).
 
     Raises:
         DataError: a source is invalid.

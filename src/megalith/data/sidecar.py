@@ -31,8 +31,8 @@ class Sidecar(BaseModel):
     ``tokenizer`` is the path of a tokenizer.json relative to the sidecar's folder, ``tokenizer_sha256`` the digest of
     its bytes. ``text_bytes`` counts the text in UTF-8. ``job`` is the fingerprint of the command that made the files.
     ``min_token_id`` and ``max_token_id`` describe the tokens in ``.bin``; None if there are no tokens, or if an earlier
-    version wrote the file. With ``conversations``, the sequences of a document have a loss by turns: sequence 0, 2, ...
-    is context, and sequence 1, 3, ... is learned; they may be empty.
+    version wrote the file. With ``conversations``, the sequences of a document alternate: 0, 2, ... are context without
+    a loss, and 1, 3, ... are learned; they may be empty.
     """
 
     model_config = ConfigDict(frozen=True)
