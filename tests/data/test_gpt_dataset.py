@@ -171,7 +171,10 @@ def test_evaluation_predicts_every_token_but_the_first_once_and_in_order(lengths
     kept = [(sample.tokens[sample.loss_mask], sample.labels[sample.loss_mask]) for sample in samples]
     assert np.concatenate([labels for _, labels in kept]).tolist() == list(range(1, sum(lengths)))
     assert np.concatenate([tokens for tokens, _ in kept]).tolist() == list(range(sum(lengths) - 1))
-    assert {array.shape for sample in samples for array in vars(sample).values()} == {(S,)}
+    arrays = [array for sample in samples for name, array in vars(sample).items() if name != "num_tokens"]
+    assert {array.shape for array in arrays} == {(S,)}
+    *whole, last = (sample.num_tokens for sample in samples)
+    assert (set(whole) <= {S}, last) == (True, sum(lengths) - 1 - len(whole) * S)
     for past in (len(dataset), -1):
         with pytest.raises(IndexError, match=f"numbered (from 0|0 to .*); got {past}"):
             dataset[past]

@@ -24,15 +24,18 @@ def test_all_ranks_together_read_the_samples_of_the_step(dataset, dp_size, micro
     rows = {}
     for rank in range(dp_size):
         for batch in StepLoader(dataset, stack_samples, rank, dp_size).batch(24, 8, micro_batch):
-            others = ("row_ids", "positions", "keeps_documents_apart")
+            others = ("row_ids", "positions", "keeps_documents_apart", "num_tokens")
             per_token = {name: array for name, array in vars(batch).items() if name not in others}
             assert {array.shape for array in per_token.values()} == {(micro_batch, 8)}
             dtypes = [array.dtype for array in vars(batch).values()]
-            assert dtypes == [np.int64, np.int64, np.bool_, np.int32, np.bool_, np.int64, np.int64]
+            assert dtypes == [np.int64, np.int64, np.bool_, np.int32, np.int64, np.bool_, np.int64, np.int64]
             assert batch.keeps_documents_apart.tolist() == [False] * micro_batch
+            assert batch.num_tokens.tolist() == [8] * micro_batch
             assert batch.positions.tolist() == list(range(8))
             for row, index in enumerate(batch.row_ids.tolist()):
-                rows[index] = [vars(batch)[name][row] for name in ("tokens", "labels", "loss_mask", "documents")]
+                rows[index] = [
+                    vars(batch)[name][row] for name in ("tokens", "labels", "loss_mask", "documents", "num_tokens")
+                ]
     assert sorted(rows) == list(range(8))
     for index, row in rows.items():
         sample = dataset[24 + index]
@@ -68,7 +71,7 @@ class Watched:
         if index >= 100:
             raise OSError(f"sample {index} cannot be read")
         row = np.full(4, index)
-        return GPTSample(row, row, row > 0, row.astype(np.int32))
+        return GPTSample(row, row, row > 0, row.astype(np.int32), len(row))
 
 
 def test_reading_is_the_work_of_a_thread_and_its_errors_are_the_callers():

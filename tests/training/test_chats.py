@@ -16,7 +16,7 @@ from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.training.inference import evaluate_checkpoint
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
-from megalith.transformer.step_record import MicroBatchRecord
+from megalith.transformer.step_record import MicroBatchRecord, StepRecord
 from tests.data.chats import conversations, write_conversations
 from tests.rank_pool import RankError, ranks
 from tests.tiny_masked import masked_settings
@@ -44,6 +44,43 @@ def chat_settings(folder: Path, **groups: Any) -> dict[str, Any]:
     return settings(
         folder, **{**groups, "data": {"train": str(prefix), "eod_mask_loss": False, **groups.get("data", {})}}
     )
+
+
+MOE = {
+    "moe": {"num_experts": 4, "router": {"sequence_balance": 0.1, "z_loss": 0.01}},
+    "ffn_hidden_size": 48,
+}
+MOE_LAYOUTS = [
+    (2, {"context": 2}),
+    pytest.param(4, {"expert": 2, "tensor": 2, "sequence": True, "shard": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), MOE_LAYOUTS)
+def test_padding_does_not_count_for_experts_in_any_layout(world_size, parallel, tmp_path):
+    tree = chat_settings(tmp_path, model=MOE)
+    [alone] = ranks(1, first_steps, tree, 1)  # in the same micro-batches, on which the z-loss depends with padding
+    for rank, found in enumerate(ranks(world_size, first_steps, {**tree, "parallel": parallel}, world_size)):
+        assert differences(found, alone) == [], f"on rank {rank}"
+
+
+def test_experts_are_counted_for_the_tokens_of_conversations_alone(tmp_path):
+    config = load_run(chat_settings(tmp_path, model=MOE))
+    task, rows = task_of(config), range(4)
+    samples = [chats_of(config)[row] for row in rows]
+    num_tokens = [sample.num_tokens for sample in samples]
+    assert min(num_tokens) < config.data.seq_length
+    for sample in samples:  # what follows the last conversation
+        assert not sample.tokens[sample.num_tokens :].any()
+        assert sample.documents[-1] == sample.documents[sample.num_tokens - 1] + (
+            sample.num_tokens < len(sample.tokens)
+        )
+    record = StepRecord(1.0)
+    inputs = task.with_record(task.inputs(task.collate(samples, rows), 0, torch.device("cpu")), record.micro_batch(0))
+    model = GPTModel(config.model, seed=1)
+    task.forward(model, inputs, None)
+    for layer in range(config.model.num_layers):
+        assert record.tokens_per_expert(layer).sum() == 2 * sum(num_tokens)
 
 
 def chats_of(config: RunConfig) -> ChatDataset:

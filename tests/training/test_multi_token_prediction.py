@@ -113,7 +113,7 @@ def sample_of(*documents: list[int]) -> GPTSample:
     """Documents of tokens, each with an end, and the first token of the following one."""
     stretch = np.concatenate([[*tokens, EOD] for tokens in documents] + [[1]])
     numbers = np.concatenate([np.full(len(tokens) + 1, i, dtype=np.int32) for i, tokens in enumerate(documents)])
-    return GPTSample(stretch[:-1], stretch[1:], stretch[:-1] != EOD, numbers)
+    return GPTSample(stretch[:-1], stretch[1:], stretch[:-1] != EOD, numbers, len(numbers))
 
 
 def losses_of(task: PretrainGPT, sample: GPTSample) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ class ChatDataset:
             tokens[own], labels[own], loss_mask[own] = piece[:-1], piece[1:], learned[1:]
             start = own.stop
             documents[start:] += 1  # of the next one, or of the padding
-        return ChatSample(tokens, labels, loss_mask, documents)
+        return ChatSample(tokens, labels, loss_mask, documents, start)
 
     def identity(self) -> dict[str, Any]:
         """The fingerprint of text and roles, the SHA-256 of the tokenizer file if it is recorded, and the packing."""

@@ -43,6 +43,7 @@ class GPTSample:
         labels: int64 [S], the next token at each position.
         loss_mask: bool [S], whether the label counts in the loss.
         documents: int32 [S], ordinal of the token's document within the sample, from 0.
+        num_tokens: how many of them, from the first on, are not padding.
         keeps_documents_apart: whether documents do not attend to each other, and positions restart in each, whatever
             ``data.reset_attention_mask`` and ``data.reset_position_ids`` say.
     """
@@ -51,6 +52,7 @@ class GPTSample:
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int32]
+    num_tokens: int
     keeps_documents_apart: ClassVar[bool] = False
 
 
@@ -62,6 +64,7 @@ class GPTBatch:
         tokens: int64 [B, S].
         labels, loss_mask: int64 and bool [B, S]; [1+M, B, S] with multi-token prediction.
         documents: int32 [B, S].
+        num_tokens: int64 [B].
         keeps_documents_apart: bool [B].
         row_ids: int64 [B], index of each row in the step's global batch.
         positions: int64 [S], index of each column in its row. If rows are split over ranks, tokens, labels, loss_mask
@@ -72,6 +75,7 @@ class GPTBatch:
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int32]
+    num_tokens: NDArray[np.int64]
     keeps_documents_apart: NDArray[np.bool_]
     row_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -84,6 +88,7 @@ def stack_samples(samples: Sequence[GPTSample], row_ids: Sequence[int]) -> GPTBa
         np.stack([sample.labels for sample in samples]),
         np.stack([sample.loss_mask for sample in samples]),
         np.stack([sample.documents for sample in samples]),
+        np.array([sample.num_tokens for sample in samples]),
         np.array([sample.keeps_documents_apart for sample in samples]),
         np.array(row_ids, dtype=np.int64),
         np.arange(len(samples[0].tokens)),
@@ -291,7 +296,7 @@ def _sample(stretch: NDArray[np.int64], documents: NDArray[np.int64], eod: int |
         is_last |= stretch[:-1] == eod
     loss_mask = ~is_last if mask_eod else np.ones(len(is_last), dtype=np.bool_)
     ordinals = np.concatenate(([0], np.cumsum(is_last[:-1]))).astype(np.int32)
-    return GPTSample(stretch[:-1], stretch[1:], loss_mask, ordinals)
+    return GPTSample(stretch[:-1], stretch[1:], loss_mask, ordinals, len(ordinals))
 
 
 def _filled_up(sample: GPTSample, length: int) -> GPTSample:
@@ -304,4 +309,5 @@ def _filled_up(sample: GPTSample, length: int) -> GPTSample:
         np.pad(sample.labels, (0, missing)),
         np.pad(sample.loss_mask, (0, missing)),
         np.pad(sample.documents, (0, missing), mode="edge"),
+        sample.num_tokens,
     )

@@ -56,13 +56,15 @@ __all__ = ["GPTInputs", "PretrainGPT"]
 class GPTInputs:
     """Tokens and labels int64 [B, S/cp]; loss_mask bool [B, S/cp]; position_ids int64 [S/cp] or [B, S/cp].
 
-    With multi-token prediction, labels and loss_mask are [1+M, B, S/cp].
+    With multi-token prediction, labels and loss_mask are [1+M, B, S/cp]. padding_mask is bool [B, S/cp], True for real
+    tokens; None if no row of the micro-batch is padded.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
+    padding_mask: Tensor | None
     packed_seq_params: PackedSeqParams | None
     dropout_key: DropoutKey
     record: MicroBatchRecord | None = None
@@ -211,11 +213,13 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             positions = with_own_positions.position_ids()[:, columns]  # [B, S/cp]
         rows = torch.from_numpy(batch.row_ids).unsqueeze(1)  # [B, 1]
         token_ids = to_device(rows * S + columns, device)  # [B, S/cp]
+        is_padded, is_token = (batch.num_tokens < S).any(), batch.positions < batch.num_tokens[:, None]  # [B, S/cp]
         return GPTInputs(
             to_device(batch.tokens, device),
             to_device(batch.labels, device),
             to_device(batch.loss_mask, device),
             to_device(positions, device),
+            to_device(is_token, device) if is_padded else None,
             None if packed is None else packed.to(device),
             DropoutKey(self.config.train.seed, step, token_ids),
         )
@@ -230,6 +234,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             inputs.tokens,
             labels=inputs.labels,
             position_ids=inputs.position_ids,
+            padding_mask=inputs.padding_mask,
             packed_seq_params=inputs.packed_seq_params,
             dropout_key=inputs.dropout_key,
             hidden=hidden,
