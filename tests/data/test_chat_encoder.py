@@ -201,6 +201,20 @@ def test_with_a_template_prompt_and_completion_are_two_messages():
     assert found == encode(CHATML, [user("one"), assistant("two")])
 
 
+def test_sharegpts_conversations_are_messages():
+    given = [{"from": "system", "value": "be"}, {"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
+    [found] = encoder()({"conversations": given})
+    assert found == encode(CHATML, [{"role": "system", "content": "be"}, user("one"), assistant("two")])
+
+
+def test_of_a_prompt_of_messages_nothing_is_learned():
+    prompt = [user("one"), assistant("two"), user("three")]
+    [found] = encoder()({"prompt": prompt, "completion": [assistant("four")]})
+    context, learned = runs(found)
+    assert "two" in context
+    assert learned == "four<|im_end|>\n"
+
+
 def test_reasoning_has_the_names_that_templates_read():
     template = "{% for m in messages %}{{ m.reasoning_content or '-' }}{{ m.content }}{% endfor %}"
     assert "hmtwo" in runs(encode(template, [user("one"), assistant("two", reasoning="hm")]))[1]
@@ -212,6 +226,11 @@ def test_reasoning_has_the_names_that_templates_read():
         ({"text": "one"}, "must have a list under 'messages', or text under 'prompt' and 'completion'.* 'text'"),
         ({"prompt": "one", "completion": ""}, "the completion is not empty"),
         ({"prompt": [user("one")], "completion": "two"}, "text under 'prompt'"),
+        ({"prompt": [], "completion": [assistant("two")]}, r"list of messages under 'prompt'; got \[\]"),
+        ({"conversations": "one"}, "list of messages under 'conversations'; got 'one'"),
+        ({"conversations": [{"from": "narrator", "value": "one"}]}, "messages from human, gpt, .*; got 'narrator'"),
+        ({"conversations": [{"from": ["human"], "value": "one"}]}, r"messages from human, gpt, .*; got \['human'\]"),
+        ({"conversations": [{"value": "one"}]}, "role and a content; message 0 is {'value': 'one'}"),
         ({"messages": []}, r"list of messages under 'messages'; got \[\]"),
         ({"messages": "one"}, "list of messages under 'messages'; got 'one'"),
         ({"messages": [user("one"), {"content": "two"}]}, "role and a content; message 1 is "),

@@ -36,8 +36,8 @@ Files = Annotated[
 Chats = Annotated[
     list[Path],
     path_argument(
-        ".jsonl (also as .gz) or .parquet: in each line or row messages (a list of role and content), or prompt and "
-        "completion.",
+        ".jsonl (also as .gz) or .parquet: in each line or row messages (a list of role and content), prompt and "
+        "completion, or ShareGPT's conversations.",
         "FILES",
     ),
 ]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from megalith.data.chat_format import ChatFormat
+from megalith.data.chat_records import ASSISTANT, learned_turns, read_record
 from megalith.data.chat_template import ChatTemplate, Message
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
@@ -25,7 +26,6 @@ from megalith.errors import DataError
 __all__ = ["ChatEncoder", "EncodedChat"]
 
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode reserves them for uses like this
-_ASSISTANT = "assistant"
 
 Span = tuple[int, int]
 
@@ -46,7 +46,7 @@ class EncodedChat:
 
 
 class ChatEncoder:
-    """Encodes records with ``messages``, or with ``prompt`` and ``completion``.
+    """Encodes records of the forms in ``chat_records.py``.
 
     Raises:
         DataError: the template is invalid.
@@ -67,19 +67,17 @@ class ChatEncoder:
 
         Raises DataError if the record has another form, or nothing to learn.
         """
-        messages, tools = _messages(record), _tools(record)
-        if messages is None:
-            prompt, completion = _prompt_and_completion(record)
-            if self._template is None:
-                return [self._without_template(prompt, completion)]
-            messages = [{"role": "user", "content": prompt}, {"role": _ASSISTANT, "content": completion}]
+        found = read_record(record)
+        messages, tools = found.messages, found.tools
         template = self._tools_template if tools else self._template
         if template is None:
+            if found.texts is not None:
+                return [self._without_template(*found.texts)]
             raise DataError(
                 "has messages, but the model has no chat template; give --chat-template FILE, or records with the "
                 "texts prompt and completion"
             )
-        turns = _learned_turns(messages)
+        turns = learned_turns(messages)
         if self._split_turns:
             return [self._conversation(template, messages[: turn + 1], tools, [turn]) for turn in turns]
         return [self._conversation(template, messages, tools, turns)]
@@ -120,56 +118,8 @@ class ChatEncoder:
             offsets += [(start + first, start + end) for first, end in places]
         learned = _in_spans(offsets, spans, len(text))
         if not any(learned):
-            raise DataError(f"must have text of the {_ASSISTANT} to learn; the chat template writes none; remove it")
+            raise DataError(f"must have text of the {ASSISTANT} to learn; the chat template writes none; remove it")
         return EncodedChat(ids, _alternating(learned), num_bytes)
-
-
-def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The messages of ``record`` without fields that are null, as in transformers; None if it has no messages."""
-    given = record.get("messages")
-    if given is None:
-        return None
-    if not isinstance(given, list) or not given:
-        raise DataError(f"must have a list of messages under 'messages'; got {given!r:.80}")
-    for number, message in enumerate(given):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"must have messages with a role and a content; message {number} is {message!r:.80}")
-    return [{name: value for name, value in message.items() if value is not None} for message in given]
-
-
-def _tools(record: Mapping[str, Any]) -> list[Any] | None:
-    tools = record.get("tools")
-    if not (tools is None or isinstance(tools, list)):
-        raise DataError(f"must have a list under 'tools'; got {type(tools).__name__}")
-    return tools
-
-
-def _learned_turns(messages: Sequence[Message]) -> list[int]:
-    """The numbers of the assistant's messages to learn. Raises DataError if there are none."""
-    turns = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT and _counts(message)]
-    if not turns:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise DataError(f"must have a message of the {_ASSISTANT} to learn; its roles are {roles}; remove it")
-    return turns
-
-
-def _prompt_and_completion(record: Mapping[str, Any]) -> tuple[str, str]:
-    prompt, completion = record.get("prompt"), record.get("completion")
-    if not isinstance(prompt, str) or not isinstance(completion, str) or not completion:
-        names = ", ".join(map(repr, record)) or "no keys"
-        raise DataError(
-            "must have a list under 'messages', or text under 'prompt' and 'completion', of which the completion is "
-            f"not empty; it has {names}"
-        )
-    return prompt, completion
-
-
-def _counts(message: Message) -> bool:
-    """Whether an assistant's message is learned: OpenAI's format has a ``weight`` of 0 for one that is only context."""
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise DataError(f"must have messages with a weight of 0 or 1; got {weight!r:.80}")
-    return bool(weight)
 
 
 def _spans_in_blocks(text: str, marks: tuple[str, str]) -> tuple[str, list[Span]]:
@@ -184,12 +134,12 @@ def _spans_in_blocks(text: str, marks: tuple[str, str]) -> tuple[str, list[Span]
 
 def _of_turns(spans: list[Span], messages: Sequence[Message], learned: Sequence[int]) -> list[Span]:
     """The ``spans`` of generation blocks for the messages ``learned`` of all the assistant's."""
-    turns = [i for i, message in enumerate(messages) if message["role"] == _ASSISTANT]
+    turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     if list(learned) == turns:
         return spans
     if len(spans) != len(turns):
         raise DataError(
-            f"must have one generation block of the chat template for each message of the {_ASSISTANT}, to learn "
+            f"must have one generation block of the chat template for each message of the {ASSISTANT}, to learn "
             f"only some of them; it has {len(spans)} for {len(turns)}; use a template that encloses each message"
         )
     return [span for span, turn in zip(spans, turns, strict=True) if turn in learned]
@@ -213,7 +163,7 @@ def _spans_of_turns(
             raise DataError(
                 f"cannot be split after message {turn}: the chat template writes that message or earlier ones "
                 "differently if others follow (some remove earlier reasoning); use --split-turns, which makes each "
-                f"message of the {_ASSISTANT} the last one of a document, or a --chat-template with "
+                f"message of the {ASSISTANT} the last one of a document, or a --chat-template with "
                 "{% generation %} blocks"
             )
         spans.append((len(before), len(until)))

@@ -1,0 +1,100 @@
+"""Reads the forms in which records hold a conversation.
+
+messages               [{"role": ..., "content": ...}, ...], with tools if it has any: OpenAI and Hugging Face
+conversations          [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]: ShareGPT
+prompt, completion     two texts, or two lists of messages, of which the first is only context: TRL
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.data.chat_template import Message
+from megalith.errors import DataError
+
+__all__ = ["ASSISTANT", "ChatRecord", "learned_turns", "read_record"]
+
+ASSISTANT = "assistant"
+_SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "user": "user", ASSISTANT: ASSISTANT, "system": "system"}
+
+
+@dataclass(frozen=True)
+class ChatRecord:
+    """A conversation.
+
+    Attributes:
+        messages: with a role, without fields that are null, as in transformers.
+        tools: that the template describes; None if the record has none.
+        texts: prompt and completion, if the record consists of two texts.
+    """
+
+    messages: Sequence[Message]
+    tools: list[Any] | None = None
+    texts: tuple[str, str] | None = None
+
+
+def read_record(record: Mapping[str, Any]) -> ChatRecord:
+    """Returns the conversation in ``record``. Raises DataError if it has none of these forms."""
+    tools = record.get("tools")
+    if not (tools is None or isinstance(tools, list)):
+        raise DataError(f"must have a list under 'tools'; got {type(tools).__name__}")
+    if record.get("messages") is not None:
+        return ChatRecord(_messages(record["messages"], "messages"), tools)
+    if record.get("conversations") is not None:
+        return ChatRecord(_messages(_from_sharegpt(record["conversations"]), "conversations"), tools)
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        context = [{**message, "weight": 0} for message in _messages(prompt, "prompt")]
+        return ChatRecord([*context, *_messages(completion, "completion")], tools)
+    if not isinstance(prompt, str) or not isinstance(completion, str) or not completion:
+        names = ", ".join(map(repr, record)) or "no keys"
+        raise DataError(
+            "must have a list under 'messages', or text under 'prompt' and 'completion', of which the completion is "
+            f"not empty; it has {names}"
+        )
+    messages = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
+    return ChatRecord(messages, tools, (prompt, completion))
+
+
+def learned_turns(messages: Sequence[Message]) -> list[int]:
+    """Returns the numbers of the assistant's messages to learn. Raises DataError if there are none.
+
+    In OpenAI's format, a ``weight`` of 0 marks one that is only context.
+    """
+    turns = []
+    for number, message in enumerate(messages):
+        if message["role"] == ASSISTANT:
+            weight = message.get("weight", 1)
+            if weight not in (0, 1):
+                raise DataError(f"must have messages with a weight of 0 or 1; got {weight!r:.80}")
+            turns += [number] * int(weight)
+    if not turns:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise DataError(f"must have a message of the {ASSISTANT} to learn; its roles are {roles}; remove it")
+    return turns
+
+
+def _messages(given: Any, key: str) -> list[Message]:
+    if not isinstance(given, list) or not given:
+        raise DataError(f"must have a list of messages under {key!r}; got {given!r:.80}")
+    for number, message in enumerate(given):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"must have messages with a role and a content; message {number} is {message!r:.80}")
+    return [{name: value for name, value in message.items() if value is not None} for message in given]
+
+
+def _from_sharegpt(given: Any) -> Any:
+    """Returns ``given`` with role and content; what has another form is left for ``_messages`` to refuse."""
+    return [_with_role(message) for message in given] if isinstance(given, list) else given
+
+
+def _with_role(message: Any) -> Any:
+    author = message.get("from") if isinstance(message, dict) else None
+    if author is None:
+        return message
+    if not isinstance(author, str) or author not in _SHAREGPT_ROLES:
+        raise DataError(
+            f"must have messages from {', '.join(_SHAREGPT_ROLES)} under 'conversations'; got {author!r:.80}; write "
+            "them under 'messages' with a role and a content"
+        )
+    return {"role": _SHAREGPT_ROLES[author], "content": message.get("value")}
