@@ -118,3 +118,12 @@ class DiesWhenItIsRead:
 def test_a_rank_that_dies_while_it_starts_is_one_error_too():
     with pytest.raises(RankFailedError, match="rank 0 was killed by SIGABRT"):
         call_ranks(1, str, DiesWhenItIsRead())
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_server_that_starts_after_its_program_has_ended_ends_at_once(is_alive):
+    program = os.getpid() if is_alive else os.getppid()  # of the process that imports it, which the other is not
+    code = "import os, sys, megalith.resilience.rank_server; print('MEGALITH_PROGRAM' in os.environ)"
+    environment = {**os.environ, "MEGALITH_PROGRAM": str(program)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == ((0, "False\n") if is_alive else (1, ""))

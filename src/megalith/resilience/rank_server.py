@@ -63,7 +63,9 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-if os.environ.get(_PROGRAM) == str(os.getppid()):
+if (_program := os.environ.pop(_PROGRAM, None)) is not None:  # popped: what the server starts is not a server
+    if os.getppid() != int(_program):
+        os._exit(1)  # the program has ended already, and nothing else would end this before torch is imported
     os.setsid()
     os.register_at_fork(after_in_child=_begin)
     end_with_parent(os.getppid())
