@@ -1,5 +1,6 @@
 """Rows of conversations: whole, each once in an epoch, nearly full, and functions of the index."""
 
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -173,6 +174,27 @@ def test_the_identity_tells_other_roles_apart(tmp_path):
     a, b, c = (ChatDataset(tmp_path / name, 8, 0).identity() for name in "abc")
     assert a == c
     assert a != b
+
+
+def test_how_long_conversations_are_treated_is_part_of_the_identity_if_there_are_any(tmp_path):
+    prefix = write_conversations(tmp_path / "x")
+    longest = max(len(tokens) for tokens, _ in conversations(prefix))
+    for S, differs in ((longest - 1, False), (longest - 2, True)):
+        cut, skip = (ChatDataset(prefix, S, 0, long_conversations=how).identity() for how in ("cut", "skip"))
+        assert (cut["samples"] != skip["samples"]) == differs
+
+
+def test_the_packing_depends_on_the_seed(tmp_path):
+    prefix = write_conversations(tmp_path / "x", 200)
+    rows = [[ChatDataset(prefix, 64, seed).row(n, 0).tokens.tolist() for n in range(3)] for seed in (0, 0, 1)]
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_much_padding_is_told_with_a_better_length(tmp_path, caplog):
+    prefix = write_conversations(tmp_path / "x", 3)
+    longest = max(len(tokens) for tokens, _ in conversations(prefix)) - 1
+    ChatDataset(prefix, 4096, 0)
+    assert re.search(rf"[0-9.]+% is padding; data.seq_length={longest} has room for the longest", caplog.text)
 
 
 def test_what_cannot_be_used_is_refused(tmp_path):

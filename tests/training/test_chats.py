@@ -14,13 +14,15 @@ from megalith.errors import ConfigError, DataError
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.training.inference import evaluate_checkpoint
+from megalith.training.planned_data import planned_data
 from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.conversation_settings import check_settings_of_conversations
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.transformer.step_record import MicroBatchRecord, StepRecord
 from tests.data.chats import conversations, write_conversations
 from tests.rank_pool import RankError, ranks
 from tests.tiny_masked import masked_settings
-from tests.tiny_run import GPT2, settings, write_dataset
+from tests.tiny_run import GPT2, SEQ, settings, write_dataset
 from tests.training.on_ranks import first_steps
 from tests.training.outcomes import losses, run_here
 from tests.training.reference import differences, reference
@@ -137,6 +139,33 @@ def test_a_run_continues_in_another_layout_and_evaluates_answers_only(tmp_path):
     assert found.num_tokens == num_answers
     [other] = ranks(1, evaluated, split["run"], held_out)
     assert found.loss == pytest.approx(other.loss, rel=LAYOUT_FLOAT64)
+    longer = write_conversations(tmp_path / "longer", 23, longest=40, seed=1)
+    fitting = [learned for _, learned in conversations(longer) if len(learned) <= SEQ + 1]
+    assert 0 < len(fitting) < 23
+    assert ranks(1, evaluated, split["run"], longer)[0].num_tokens == sum(sum(learned[1:]) for learned in fitting)
+
+
+def test_the_start_says_how_many_epochs_the_steps_are(tmp_path):
+    dataset = chats_of(load_run(chat_settings(tmp_path)))
+    assert planned_data(dataset, 3 * dataset.num_samples) == [
+        f"training data         {3 * dataset.num_samples} rows of conversations in total, 3 epochs"
+    ]
+    [line] = planned_data(dataset, 5 * dataset.num_samples)
+    assert line.endswith("5 epochs, more than the 4 that are nearly as good as new text (arXiv:2305.16264)")
+
+
+def test_what_is_held_out_is_packed_alike_whatever_the_seed(tmp_path):
+    prefix = write_conversations(tmp_path / "held-out", 30, seed=1)
+    trees = (chat_settings(tmp_path, train={"seed": seed}) for seed in (1, 2))
+    one, other = (task_of(load_run(tree)).evaluation_dataset(prefix) for tree in trees)
+    assert all((one[n].tokens == other[n].tokens).all() for n in range(len(one)))
+
+
+def test_texts_of_a_blend_with_conversations_may_be_filled_in_the_middle(tmp_path):
+    texts = write_dataset(tmp_path / "texts")
+    chats = write_conversations(tmp_path / "chats")
+    data = {"train": {"texts": texts, "chats": chats}, "fill_in_the_middle": {"rate": 0.5}}
+    check_settings_of_conversations(load_run(settings(tmp_path, data=data)).data)
 
 
 def evaluated(run: str, prefix: str) -> Any:
@@ -155,7 +184,7 @@ def test_a_run_does_not_continue_on_other_conversations(tmp_path):
 def test_rows_of_texts_and_of_conversations_may_share_a_batch(tmp_path):
     text = write_dataset(tmp_path / "text")
     for setting in (False, True):
-        resets = {"reset_attention_mask": setting, "reset_position_ids": False}
+        resets = {"reset_attention_mask": setting, "reset_position_ids": False, "valid": text}
         task = PretrainGPT(load_run(chat_settings(tmp_path, data=resets)))
         chats, texts = task.train_dataset(), task.evaluation_dataset(text)
         batch = task.collate([texts[0], chats[0], texts[1]], [0, 1, 2])
@@ -203,6 +232,8 @@ def test_a_blend_of_conversations_and_texts_is_the_same_in_every_layout(tmp_path
             ConfigError,
             r"fill_in_the_middle reorders texts, but data.train holds .*leave",
         ),
+        ({"eod_mask_loss": True}, ConfigError, r"data.eod_mask_loss has no effect on conversations, .*; leave it out"),
+        ({"reset_position_ids": True}, ConfigError, r"data.reset_position_ids has no effect on conversations"),
     ],
 )
 def test_data_and_settings_that_do_not_go_together_are_refused(data, error, says, tmp_path):

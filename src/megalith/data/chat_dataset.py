@@ -32,6 +32,8 @@ __all__ = ["ChatDataset", "ChatSample", "HeldOutChats"]
 
 log = logging.getLogger(__name__)
 
+_MUCH_PADDING = 0.2  # share of the tokens in the rows
+
 Numbers = NDArray[np.int64]
 
 
@@ -74,6 +76,7 @@ class ChatDataset:
     ) -> None:
         self.seq_length, self.seed = seq_length, seed
         self._vocab_size, self._long = vocab_size, long_conversations
+        self._treated = ""  # what was done with long conversations, if there are any
         self._data = _open(dataset, seq_length)
         self._starts = self._data.document_starts()
         self._is_learned = learned_sequences(self._data)
@@ -82,12 +85,7 @@ class ChatDataset:
         items, self._row_starts = pack_rows(lengths, seq_length, order)
         self._documents = chosen[items]
         self.num_samples = len(self._row_starts) - 1
-        padding = 1 - lengths.sum() / (self.num_samples * seq_length)
-        self._log(
-            logging.INFO,
-            f"packed {counted(len(chosen), 'conversation')} into {counted(self.num_samples, 'row')} of "
-            f"{counted(seq_length, 'token')}; {padding:.1%} is padding",
-        )
+        self._tell_of_padding(lengths)
 
     @property
     def samples_per_epoch(self) -> Fraction:
@@ -125,7 +123,7 @@ class ChatDataset:
         return {
             "text": fingerprint(self._data.tokens, self._data.sequence_starts()),
             "tokenizer": None if sidecar is None else sidecar.tokenizer_sha256,
-            "samples": f"{self.num_samples} rows of {self.seq_length} tokens, long conversations: {self._long}",
+            "samples": f"{self.num_samples} rows of {self.seq_length} tokens{self._treated}",
         }
 
     def _chosen(self) -> tuple[Numbers, Numbers]:
@@ -168,8 +166,22 @@ class ChatDataset:
                 f"data.seq_length={lengths[longest] - 1}, cut off their end with data.long_conversations=cut, or leave "
                 "them out with data.long_conversations=skip"
             )
+        self._treated = f", long conversations: {self._long}"
         done = "left out" if self._long == "skip" else "cut off the end of"
         self._log(logging.WARNING, f"{done} {share}, those of more than {counted(S + 1, 'token')}")
+
+    def _tell_of_padding(self, lengths: Numbers) -> None:
+        """Logs how much of the rows is padding, and what would be less if it is much."""
+        S, longest = self.seq_length, int(lengths.max())
+        padding = 1 - lengths.sum() / (self.num_samples * S)
+        told = (
+            f"packed {counted(len(lengths), 'conversation')} into {counted(self.num_samples, 'row')} of "
+            f"{counted(S, 'token')}; {padding:.1%} is padding"
+        )
+        if padding <= _MUCH_PADDING or longest == S:
+            self._log(logging.INFO, told)
+        else:
+            self._log(logging.WARNING, f"{told}; data.seq_length={longest} has room for the longest")
 
     def _log(self, level: int, message: str) -> None:
         """Logs what has been done to the data, once for all ranks."""

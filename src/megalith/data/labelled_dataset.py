@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megalith.data.bert_dataset import BertBatch
 from megalith.data.class_names import identity_of_classes
+from megalith.data.conversations import require_text
 from megalith.data.fingerprint import fingerprint
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.labelled import Labels
@@ -80,6 +81,7 @@ class LabelledTexts:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._data = IndexedDataset(dataset)
         self._data.require_token_ids()
+        require_text(self._data)
         self._starts = self._data.document_starts()
         found = Labels.read(dataset, self._data.num_documents)
         self.classes, self.labels = found.classes, found.labels

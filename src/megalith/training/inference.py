@@ -149,6 +149,7 @@ def evaluate_checkpoint(
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"the number of samples must be 1 or more; got {max_samples}; leave it out to use all")
     checkpoint, folder, config = open_run(source)
+    config = _skipping_long_conversations(config) if dataset else config
     prefixes = {"": dataset} if dataset else config.data.valid_sets
     if not prefixes:
         raise CheckpointError(f"{source} was trained without data.valid; give a dataset with --data PREFIX")
@@ -181,11 +182,8 @@ def evaluate_checkpoint(
             )
         if not found.num_tokens:
             raise DataError(f"{prefix}: none of the tokens read has a loss, so nothing can be measured; use more text")
-        losses.append(
-            CheckpointLoss(
-                name, prefix, found.loss, found.num_tokens, trained.step, found.means, found.counted, found.classes
-            )
-        )
+        measured = found.loss, found.num_tokens, trained.step, found.means, found.counted, found.classes
+        losses.append(CheckpointLoss(name, prefix, *measured))
     return losses
 
 
@@ -208,6 +206,14 @@ def _task_of_run(checkpoint: Store, folder: Store, config: RunConfig) -> AnyTask
     if isinstance(task, FinetuneClassification):
         task.use_classes(read_class_names(checkpoint), str(checkpoint))
     return task
+
+
+def _skipping_long_conversations(config: RunConfig) -> RunConfig:
+    """Returns ``config`` to evaluate any dataset: what does not fit is skipped if the run has no setting for it."""
+    if config.model.kind != "gpt" or config.data.long_conversations is not None:
+        return config
+    data = config.data.model_copy(update={"long_conversations": "skip"})
+    return config.model_copy(update={"data": data})
 
 
 def _of_own_data(error: DataError, name: str, source: str | Path) -> DataError:

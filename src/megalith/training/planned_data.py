@@ -4,6 +4,7 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.data.blended_dataset import BlendedDataset
+from megalith.data.chat_dataset import ChatDataset
 from megalith.data.samples import Samples
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.wording import counted
@@ -21,15 +22,18 @@ def planned_samples(config: RunConfig, data_parallel_size: int) -> int:
 
 
 def planned_data(dataset: Samples[Any], num_samples: int) -> list[str]:
-    """Returns lines for the user about a run that reads ``num_samples`` samples of a blend; none without a blend."""
+    """Returns lines about a run that reads ``num_samples`` of a blend or of conversations; none for other data."""
+    if isinstance(dataset, ChatDataset):  # users think of fine-tuning in epochs
+        epochs = float(num_samples / dataset.samples_per_epoch)
+        read = f"{counted(num_samples, 'row')} of conversations in total, {epochs:.3g} epochs"
+        return [f"training data         {read}{_repeated(epochs)}"]
     if not isinstance(dataset, BlendedDataset):
         return []
     progress = dataset.progress(num_samples)
     lines = [f"training data         {counted(num_samples, 'sample')} in total:"]
     for name, part in list(progress.items())[:_MOST_SHOWN]:
         remark = "" if part["samples"] else ": none is drawn before the last step"
-        if part["epochs"] > _MOST_EPOCHS:
-            remark = ", more than the 4 that are nearly as good as new text (arXiv:2305.16264)"
+        remark += _repeated(part["epochs"])
         lines.append(f"  {name:<20}{counted(part['samples'], 'sample')}, {part['epochs']:.3g} epochs{remark}")
     if len(progress) > _MOST_SHOWN:
         lines.append(f"  and {len(progress) - _MOST_SHOWN} more")
@@ -37,3 +41,10 @@ def planned_data(dataset: Samples[Any], num_samples: int) -> list[str]:
         if start >= num_samples:
             lines.append(f"  the phase from sample {start:,} on begins after the last step")
     return lines
+
+
+def _repeated(epochs: float) -> str:
+    """Returns a remark on a dataset that is read more often than helps."""
+    if epochs <= _MOST_EPOCHS:
+        return ""
+    return ", more than the 4 that are nearly as good as new text (arXiv:2305.16264)"
