@@ -144,6 +144,7 @@ def test_the_template_is_that_of_transformers_for_a_saved_tokenizer(tmp_path):
             "templates for rag, but no default; .*--chat-template",
         ),
         ({"chat_template": 5}, "chat_template in tokenizer_config.json must be a text, or a list"),
+        ({"chat_template": "a \ud800"}, "chat_template in tokenizer_config.json must be a text, or a list"),
         ({"chat_template": ["default"]}, "chat_template in tokenizer_config.json must be a text, or a list"),
         ([], "must describe its chat template: .*JSON object"),
     ],

@@ -2,16 +2,18 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalith.data.companions import read_companions
+from megalith.data.companions import TEMPLATE, TOKENIZER_CONFIG, TOOLS_TEMPLATE, read_companions
+from megalith.data.sidecar import ChatOrigin
 from megalith.errors import CheckpointError, DataError, StorageError
 from megalith.input_file import read_regular_file
 from megalith.storage import LocalStore
 
-__all__ = ["ChatFormat", "tokenizer_file"]
+__all__ = ["ChatFormat", "companions_with_templates", "tokenizer_file"]
 
 _IN_RUNS = "huggingface"  # the subfolder of a run that holds these files
 _MOST_BYTES = 1 << 24  # of a template; published ones have a few kB
@@ -51,7 +53,7 @@ class ChatFormat:
             files = read_companions(LocalStore(folder if folder.is_dir() else tokenizer.parent))
         except (CheckpointError, StorageError) as error:
             raise DataError(f"the files beside {tokenizer} must describe its chat template: {error}") from error
-        settings = json.loads(files.get("tokenizer_config.json", b"{}"))
+        settings = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
         others = json.loads(files.get("special_tokens_map.json", b"{}"))
         tokens = tuple(sorted({**_tokens(others), **_tokens(settings)}.items()))
         if not use_template:
@@ -66,10 +68,34 @@ class ChatFormat:
             )
         return cls(named.get("default"), named.get("tool_use"), tokens, split_turns)
 
+    def origin(self) -> ChatOrigin:
+        """What a dataset records of this."""
+        return ChatOrigin(template=self.template, tools_template=self.tools_template)
+
 
 def tokenizer_file(path: Path) -> Path:
     """``path`` itself, or the tokenizer.json in it if it is a folder."""
     return path / "tokenizer.json" if path.is_dir() else path
+
+
+def companions_with_templates(kept: Mapping[str, bytes], chat: ChatOrigin) -> dict[str, bytes]:
+    """``kept``, files of ``read_companions``, with the templates that made conversations in place of the model's own.
+
+    Only the default template and the one for tools are replaced. Without a template, nothing is.
+    """
+    settings = json.loads(kept.get(TOKENIZER_CONFIG, b"{}"))
+    own: Mapping[str, str] = {}
+    with suppress(DataError):  # the model's own are damaged, and another one was given
+        own = _templates(kept, settings)
+    is_own = (own.get("default"), own.get("tool_use")) == (chat.template, chat.tools_template)
+    if chat.template is None or (is_own and TEMPLATE not in kept):  # a list in tokenizer_config.json may have others
+        return {**kept}
+    others = {name: content for name, content in kept.items() if name not in (TEMPLATE, TOOLS_TEMPLATE)}
+    if settings.pop("chat_template", None) is not None:  # transformers ignores it beside a file; others may not
+        others[TOKENIZER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
+    if chat.tools_template is not None:
+        others[TOOLS_TEMPLATE] = chat.tools_template.encode()
+    return {**others, TEMPLATE: chat.template.encode()}
 
 
 def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, str]:
@@ -82,14 +108,15 @@ def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[
     given = settings.get("chat_template")
     if in_files or given is None:
         return in_files
-    if isinstance(given, str):
-        return {"default": given}
     try:
-        return {str(each["name"]): str(each["template"]) for each in given}
-    except (TypeError, KeyError) as error:
+        named = [{"name": "default", "template": given}] if isinstance(given, str) else given
+        found = {str(each["name"]): str(each["template"]) for each in named}
+        "".join(found.values()).encode()  # JSON can spell half a character
+    except (TypeError, KeyError, UnicodeEncodeError) as error:
         raise DataError(
             f"chat_template in tokenizer_config.json must be a text, or a list of named ones; got {given!r:.80}"
         ) from error
+    return found
 
 
 def _tokens(settings: Mapping[str, Any]) -> dict[str, str]:

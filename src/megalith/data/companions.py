@@ -16,6 +16,9 @@ from megalith.storage import LocalStore, Store
 
 __all__ = [
     "GENERATION",
+    "TEMPLATE",
+    "TOKENIZER_CONFIG",
+    "TOOLS_TEMPLATE",
     "companions_without_beginning",
     "companions_without_tokenizer",
     "end_field",
@@ -27,10 +30,11 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 GENERATION = "generation_config.json"
-_TOKENIZER = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"  # a folder: NAME.jinja for each template besides the default
-_JSON = (_TOKENIZER, "special_tokens_map.json", GENERATION)
+TOOLS_TEMPLATE = f"{_TEMPLATES}/tool_use.jinja"
+_JSON = (TOKENIZER_CONFIG, "special_tokens_map.json", GENERATION)
 _END = "eos_token_id"
 _IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 _MOST_IDS = 1 << 31
@@ -48,8 +52,8 @@ def read_companions(store: Store) -> dict[str, bytes]:
         StorageError: one is not a regular file.
     """
     present = store.names()
-    found = {name: _text(store, store, name) for name in (*_JSON, _TEMPLATE) if name in present}
-    for name in found.keys() - {_TEMPLATE}:
+    found = {name: _text(store, store, name) for name in (*_JSON, TEMPLATE) if name in present}
+    for name in found.keys() - {TEMPLATE}:
         try:
             tree = json.loads(found[name])
         except (ValueError, RecursionError) as error:
@@ -65,8 +69,8 @@ def companions_without_beginning(kept: Mapping[str, bytes]) -> dict[str, bytes]:
     The Llama and Gemma tokenizer classes of transformers prepend BOS, whatever tokenizer.json says, unless
     ``add_bos_token`` is False.
     """
-    tree = _tree(kept, _TOKENIZER)
-    return {**kept, _TOKENIZER: _json({**tree, "add_bos_token": False})} if tree else {**kept}
+    tree = _tree(kept, TOKENIZER_CONFIG)
+    return {**kept, TOKENIZER_CONFIG: _json({**tree, "add_bos_token": False})} if tree else {**kept}
 
 
 def written_companions(
@@ -94,17 +98,17 @@ def written_companions(
         "model_max_length": num_positions,
         "clean_up_tokenization_spaces": False,
     }
-    given = {name: value for name, value in _tree(kept, _TOKENIZER).items() if name != _OF_CODE}
+    given = {name: value for name, value in _tree(kept, TOKENIZER_CONFIG).items() if name != _OF_CODE}
     longest = given.get("model_max_length")
     if isinstance(longest, int | float) and longest < num_positions:
         log.info(
             "the exported %s keeps model_max_length=%s, but the model has %d positions: transformers warns about "
             "longer texts, and truncates them with truncation=True; increase it if the model should read them",
-            _TOKENIZER,
+            TOKENIZER_CONFIG,
             longest,
             num_positions,
         )
-    written = {**kept, _TOKENIZER: _json(given or usual)}
+    written = {**kept, TOKENIZER_CONFIG: _json(given or usual)}
     if ids:
         written[GENERATION] = _json({**_tree(kept, GENERATION), **ids})
     return written

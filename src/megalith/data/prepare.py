@@ -356,6 +356,7 @@ def _publish(
                 sources=job.sources.records(held_out=split == "valid"),
                 job=job.fingerprint,
                 conversations=job.chat is not None,
+                chat=None if job.chat is None else job.chat.origin(),
             )
             for split, builder in builders.items()
         }

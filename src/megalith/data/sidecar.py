@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megalith.errors import DataError, MissingFileError, StorageError
 from megalith.storage import Store
 
-__all__ = ["Sidecar", "SourceRecord"]
+__all__ = ["ChatOrigin", "Sidecar", "SourceRecord"]
 
 
 _MOST_BYTES = 1 << 26  # each source takes about 100
@@ -25,6 +25,15 @@ class SourceRecord(BaseModel):
     bytes: int
 
 
+class ChatOrigin(BaseModel):
+    """The chat templates that made conversations; None if there were none. ``tools_template``: as in ``ChatFormat``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    template: str | None = None
+    tools_template: str | None = None
+
+
 class Sidecar(BaseModel):
     """The content of ``PREFIX.json``. Unknown fields are ignored; datasets made by other tools have no sidecar.
 
@@ -32,7 +41,7 @@ class Sidecar(BaseModel):
     its bytes. ``text_bytes`` counts the text in UTF-8. ``job`` is the fingerprint of the command that made the files.
     ``min_token_id`` and ``max_token_id`` describe the tokens in ``.bin``; None if there are no tokens, or if an earlier
     version wrote the file. With ``conversations``, the sequences of a document alternate: 0, 2, ... are context without
-    a loss, and 1, 3, ... are learned; they may be empty.
+    a loss, and 1, 3, ... are learned; they may be empty. ``chat`` says how they became text; None if it is not known.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -53,6 +62,7 @@ class Sidecar(BaseModel):
     sources: tuple[SourceRecord, ...] = ()
     job: str | None = None
     conversations: bool = False
+    chat: ChatOrigin | None = None
 
     @property
     def token_id_range(self) -> tuple[int, int] | None:
@@ -78,8 +88,9 @@ class Sidecar(BaseModel):
 
     def write(self, path: Path) -> None:
         """Writes and fsyncs ``path``, not atomically: the caller publishes it."""
+        fields = self.model_dump(exclude={"chat"} if self.chat is None else None)  # texts have no such field
         with path.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(self.model_dump(), indent=1) + "\n")
+            file.write(json.dumps(fields, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

@@ -12,10 +12,11 @@ from megalith.data.token_ids import check_dataset
 from megalith.errors import DataError
 from megalith.storage import Store, record_of
 from megalith.training.kept import KEPT_TOKENIZER, kept_marks
-from megalith.training.run_tokenizer import load_tokenizer, tokenizer_of_data
+from megalith.training.run_tokenizer import chats_of_data, load_tokenizer, tokenizer_of_data
 
 __all__ = [
     "check_beginnings",
+    "check_chat_templates",
     "check_datasets",
     "check_origin_tokenizer",
     "check_token_ids",
@@ -92,6 +93,20 @@ def check_beginnings(config: RunConfig) -> Iterator[str]:
         say(
             f"documents of {first.prefix} begin with the tokens {list(begin)}, those of {other.prefix} do not; prepare "
             "both with or without --no-bos"
+        )
+    yield from ()
+
+
+def check_chat_templates(config: RunConfig) -> Iterator[str]:
+    """Warns if conversations were made with different chat templates: the run keeps only one."""
+    if not train_datasets(config):  # another check reports it
+        return
+    made = {prefix: chat for prefix, chat in chats_of_data(config).items() if chat.template is not None}
+    if differing := list(_differing(made)):
+        first, other = differing[0]
+        say(
+            f"the conversations of {first} and {other} were made with different chat templates; the run keeps that of "
+            f"{first}, for asking it and for its export; prepare both with the same --chat-template"
         )
     yield from ()
 

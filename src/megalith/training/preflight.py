@@ -22,6 +22,7 @@ from megalith.training.compiling import missing_compiler, with_compiling_decided
 from megalith.training.continuity import changed
 from megalith.training.data_checks import (
     check_beginnings,
+    check_chat_templates,
     check_datasets,
     check_origin_tokenizer,
     check_token_ids,
@@ -92,6 +93,7 @@ def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_s
         check_vocabulary,
         check_token_ids,
         check_beginnings,
+        check_chat_templates,
         _check_folders,
         _check_load,
         _check_compiler,

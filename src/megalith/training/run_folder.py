@@ -2,14 +2,17 @@
 
 config.yaml        the resolved settings, every path absolute
 tokenizer.json     the tokenizer of the training data, byte for byte, if it is known
-huggingface/       the files next to the tokenizer in the Hugging Face folder that the model comes from; without a
-                   tokenizer only generation_config.json, which names the tokens that end a text
+huggingface/       the files next to the tokenizer in the Hugging Face folder that the model comes from, with the chat
+                   template of the training data; without a tokenizer only generation_config.json, which names the
+                   tokens that end a text
 eod.json           {"id", "begin", "ends"}: tokens that end a document, begin a text, and end a text
 """
 
 from pathlib import Path
 
 from megalith.config import RunConfig, dump_yaml
+from megalith.data.chat_format import companions_with_templates
+from megalith.data.sidecar import ChatOrigin
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.storage import LocalStore, Store, open_store
@@ -26,7 +29,7 @@ from megalith.training.kept import (
     run_of,
 )
 from megalith.training.run import Run
-from megalith.training.run_tokenizer import load_tokenizer
+from megalith.training.run_tokenizer import chats_of_data, load_tokenizer
 from megalith.training.tasks.tokens_of_origin import companions_of_origin, goes_on
 
 __all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run"]
@@ -47,7 +50,10 @@ def keep_settings(run: Run) -> None:
 def keep_tokenizer(run: Run) -> None:
     """Writes the tokenizer of ``run``, whether new or resumed. Called on one rank. Raises StorageError."""
     tokenizer = _training_tokenizer(run)
-    keep(run.folder, tokenizer, companions_of_origin(run.config, tokenizer))
+    companions = companions_of_origin(run.config, tokenizer)
+    if tokenizer is not None and (chat := _training_chat(run.config)) is not None:
+        companions = companions_with_templates(companions, chat)
+    keep(run.folder, tokenizer, companions)
 
 
 def open_run(source: str | Path | Store, *, or_foreign: bool = False) -> tuple[Store, Store, RunConfig]:
@@ -88,6 +94,15 @@ def find_tokenizer(
         return load_tokenizer(config)
     except DataError as error:
         raise DataError(f"{folder} has no {KEPT_TOKENIZER}, and {error}; or give --tokenizer PATH") from error
+
+
+def _training_chat(config: RunConfig) -> ChatOrigin | None:
+    """Returns the first chat template of the training data; None if they have none, or are gone from a resumed run."""
+    try:
+        chats = chats_of_data(config).values()
+    except DataError:
+        return None
+    return next((chat for chat in chats if chat.template is not None), None)
 
 
 def _training_tokenizer(run: Run) -> Tokenizer | None:

@@ -4,12 +4,13 @@ from pathlib import Path
 
 from megalith.config import RunConfig
 from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.sidecar import ChatOrigin
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.training.kept import KEPT_TOKENIZER
 from megalith.training.tasks.tokens_of_origin import ends_of_origin
 
-__all__ = ["load_tokenizer", "tokenizer_of_data"]
+__all__ = ["chats_of_data", "load_tokenizer", "tokenizer_of_data"]
 
 
 def load_tokenizer(config: RunConfig) -> Tokenizer:
@@ -30,6 +31,16 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
     tokenizer = tokenizer_of_data(config, train)
     begin = tokenizer.begin if tokenizer.begins(train.tokens[: len(tokenizer.begin)].tolist()) else ()
     return tokenizer.framed(begin=begin, ends=ends_of_origin(config, tokenizer))
+
+
+def chats_of_data(config: RunConfig) -> dict[str, ChatOrigin]:
+    """Returns how the conversations among the training data became text, by prefix; no dataset that does not say so.
+
+    Raises DataError if a dataset cannot be read.
+    """
+    datasets = [IndexedDataset(prefix) for prefix in config.data.train_sets.values()]
+    sidecars = {str(dataset.prefix): dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
+    return {prefix: sidecar.chat for prefix, sidecar in sidecars.items() if sidecar.chat is not None}
 
 
 def tokenizer_of_data(config: RunConfig, train: IndexedDataset) -> Tokenizer:
