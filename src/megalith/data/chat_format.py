@@ -68,9 +68,9 @@ class ChatFormat:
             )
         return cls(named.get("default"), named.get("tool_use"), tokens, split_turns)
 
-    def origin(self) -> ChatOrigin:
-        """What a dataset records of this."""
-        return ChatOrigin(template=self.template, tools_template=self.tools_template)
+    def origin(self, ends: tuple[int, ...]) -> ChatOrigin:
+        """What a dataset records of this; ``ends`` are the tokens that end a turn in it."""
+        return ChatOrigin(template=self.template, tools_template=self.tools_template, ends=ends)
 
 
 def tokenizer_file(path: Path) -> Path:

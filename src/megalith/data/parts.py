@@ -32,6 +32,7 @@ __all__ = [
     "is_encoded",
     "plan_parts",
     "settled_fraction",
+    "training_parts",
     "training_texts",
 ]
 
@@ -178,6 +179,11 @@ def append_part(builder: IndexedDatasetBuilder, encoding: Encoding, number: int,
         if not part.ends_inside:
             builder.end_document()
     return 0 if dataset.sidecar is None else dataset.sidecar.text_bytes
+
+
+def training_parts(encoding: Encoding, num_parts: int) -> Iterator[IndexedDataset]:
+    """Yields the training documents of each encoded part."""
+    yield from (IndexedDataset(_prefix(encoding.folder, number, "train")) for number in range(num_parts))
 
 
 def _encode(

@@ -15,16 +15,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalith.data.chat_encoder import ChatEncoder
 from megalith.data.chat_format import ChatFormat
 from megalith.data.documents import BLOCK_BYTES
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, files_of, remove_dataset
-from megalith.data.parts import Encoding, Part, Split, append_part, plan_parts, settled_fraction, training_texts
+from megalith.data.parts import (
+    Encoding,
+    Part,
+    Split,
+    append_part,
+    plan_parts,
+    settled_fraction,
+    training_parts,
+    training_texts,
+)
+from megalith.data.prepare_checks import check_begins, check_chats, check_tokenizer_choice
 from megalith.data.sidecar import Sidecar
 from megalith.data.sources import Sources, find_sources
 from megalith.data.special_tokens import SPECIAL_TOKENS, text_frame
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
+from megalith.data.turn_ends import turn_ends
 from megalith.data.workers import encode_parts
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.storage import LocalStore, RunLock, explained, fsync_folder
@@ -174,54 +184,16 @@ def prepare(
         DataError: an input is invalid, or ``out`` holds other data; nothing is overwritten.
         StorageError: the disk is full, or another process is working on ``out``.
     """
-    _check_tokenizer_choice(tokenizer, vocab_size, eod, special_tokens)
+    check_tokenizer_choice(tokenizer, vocab_size, eod, special_tokens)
     sources, fraction = _find(inputs, Path(out), valid)
     out = Path(os.path.abspath(out))
     given = None if tokenizer is None else Tokenizer.load(tokenizer, eod)
-    _check_begins(given, bos=bos, split_sentences=split_sentences)
+    check_begins(given, bos=bos, split_sentences=split_sentences)
     if chat is not None:
-        _check_chats(sources, chat, given, split_sentences=split_sentences)
+        check_chats(sources, chat, given, split_sentences=split_sentences)
     path = _trained(out) if tokenizer is None else Path(os.path.abspath(tokenizer))
     job = _Job(sources, out, given, path, vocab_size, fraction, key, split_sentences, bos, tuple(special_tokens), chat)
     return _ensure_done(job, processes, progress)
-
-
-def _check_tokenizer_choice(
-    tokenizer: str | Path | None, vocab_size: int | None, eod: str | None, special_tokens: Sequence[str]
-) -> None:
-    if (tokenizer is None) == (vocab_size is None):
-        raise ConfigError("give either --tokenizer PATH (a tokenizer.json) or --vocab-size N to train one")
-    if eod is not None and tokenizer is None:
-        raise ConfigError(
-            "--eod requires --tokenizer; a newly trained tokenizer ends documents with its own token; leave --eod out"
-        )
-    if special_tokens and tokenizer is not None:
-        raise ConfigError(
-            "--special-tokens requires --vocab-size, to train a tokenizer; one given with --tokenizer has its own"
-        )
-    for kind in special_tokens:
-        if kind not in SPECIAL_TOKENS:
-            raise ConfigError(f"--special-tokens must be one of {', '.join(SPECIAL_TOKENS)}; got {kind!r}")
-
-
-def _check_begins(tokenizer: Tokenizer | None, *, bos: bool, split_sentences: bool) -> None:
-    if not bos and (tokenizer is None or not tokenizer.begin or split_sentences):
-        raise ConfigError(
-            "--no-bos drops the tokens that a --tokenizer prepends to every document, but none would be prepended "
-            "here; leave it out"
-        )
-
-
-def _check_chats(sources: Sources, chat: ChatFormat, tokenizer: Tokenizer | None, *, split_sentences: bool) -> None:
-    if tokenizer is None or split_sentences:
-        raise ConfigError("conversations require the tokenizer of the model, and cannot be split into sentences")
-    for source in sources.files:
-        if source.format == "text":
-            raise DataError(
-                f"conversations must be in .jsonl or .parquet files, one in each line or row; got {source.path}; "
-                "convert it, or give the files of a folder themselves"
-            )
-    ChatEncoder(tokenizer, chat)  # refused here, before anything is written
 
 
 def _find(inputs: Sequence[str | Path], out: Path, valid: float | Sequence[str | Path]) -> tuple[Sources, float]:
@@ -343,6 +315,7 @@ def _publish(
             done += part.num_bytes
             progress("join", done, total)
         _check_not_empty(job, builders)
+        ends = turn_ends(training_parts(encoding, len(parts)), tokenizer) if job.chat else ()
         if job.tokenizer is None:
             tokenizer.save(job.tokenizer_path)
         sidecars = {
@@ -356,7 +329,7 @@ def _publish(
                 sources=job.sources.records(held_out=split == "valid"),
                 job=job.fingerprint,
                 conversations=job.chat is not None,
-                chat=None if job.chat is None else job.chat.origin(),
+                chat=None if job.chat is None else job.chat.origin(ends),
             )
             for split, builder in builders.items()
         }

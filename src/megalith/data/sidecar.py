@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,12 +27,17 @@ class SourceRecord(BaseModel):
 
 
 class ChatOrigin(BaseModel):
-    """The chat templates that made conversations; None if there were none. ``tools_template``: as in ``ChatFormat``."""
+    """How conversations became text.
+
+    ``template`` and ``tools_template`` are those of ``ChatFormat``. ``ends`` are ids of the special tokens that end a
+    turn of the assistant, where a text that a model generates ends too.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     template: str | None = None
     tools_template: str | None = None
+    ends: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
 
 
 class Sidecar(BaseModel):

@@ -18,7 +18,8 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
 
     If the latter can no longer be read, the run's own copy is used. Of several training datasets, the first one that
     names its tokenizer counts. Texts begin as its documents do: with or without the tokens that the tokenizer puts in
-    front of a text. They end as in the model that the run starts from, if that model has the same tokenizer.
+    front of a text. They end as in the model that the run starts from, if that model has the same tokenizer, and as
+    turns of the assistant do in the conversations among its data.
 
     Raises:
         DataError: neither names a tokenizer, or it cannot be read.
@@ -30,7 +31,9 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
     train = next(named, datasets[0])
     tokenizer = tokenizer_of_data(config, train)
     begin = tokenizer.begin if tokenizer.begins(train.tokens[: len(tokenizer.begin)].tolist()) else ()
-    return tokenizer.framed(begin=begin, ends=ends_of_origin(config, tokenizer))
+    turns = (each.sidecar.chat for each in datasets if each.sidecar is not None and each.sidecar.chat is not None)
+    ends_of_turns = [id for chat in turns for id in chat.ends if id < tokenizer.vocab_size]
+    return tokenizer.framed(begin=begin, ends=(*ends_of_origin(config, tokenizer), *ends_of_turns))
 
 
 def chats_of_data(config: RunConfig) -> dict[str, ChatOrigin]:

@@ -1,4 +1,4 @@
-"""The chat template that made the conversations of a run goes with the run and with its export."""
+"""The chat template and the end tokens of the conversations of a run go with the run and with its export."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,9 @@ import pytest
 from megalith.data.chat_format import ChatFormat
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.tokenizer import train_byte_level_bpe
-from megalith.training.tasks.conversion import export_model
+from megalith.storage import open_store
+from megalith.training.kept import kept_tokenizer
+from megalith.training.tasks.conversion import export_model, import_model
 from tests.data.chats import write_lines
 from tests.program import here
 from tests.training.tasks.conversion.folders import write_folder
@@ -20,6 +22,7 @@ OLD = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 OLD_TOOLS = "tools " + OLD
 MINE = """{% for m in messages %}{{ '<u>' if m.role == 'user' else '<a>' }}{{ m.content }}<|end|>
 {% endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
+END = 3  # <|end|>
 NAMED = [{"name": "default", "template": OLD}, {"name": "tool_use", "template": OLD_TOOLS}]
 NAMED += [{"name": "rag", "template": "rag"}]
 
@@ -144,3 +147,52 @@ def test_only_conversations_record_a_template(base, tmp_path):
     assert "chat" not in json.loads(text.with_suffix(".json").read_text())
     chats = prepared(base, tmp_path / "chats", "--chat-template", mine(tmp_path))
     assert json.loads(chats.with_suffix(".json").read_text())["chat"]["template"] == MINE
+
+
+def test_a_run_and_its_export_end_a_text_where_turns_end(base, tmp_path):
+    source = with_files(base, tmp_path / "hf", {"generation_config.json": {"temperature": 0.5, "eos_token_id": [0, 2]}})
+    data = prepared(source, tmp_path / "chats", "--chat-template", mine(tmp_path), "--valid", "0.3")
+    for prefix in (data, tmp_path / "chats-valid"):
+        assert json.loads(prefix.with_suffix(".json").read_text())["chat"]["ends"] == [END]
+    run = trained(source, data, tmp_path / "run")
+    assert here("train", run, "train.steps=2").code == 0
+    assert json.loads((run / "eod.json").read_text())["ends"] == [0, 2, END]
+    export_model(run, tmp_path / "out", with_proof=False)
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (written["eos_token_id"], written["temperature"]) == ([0, 2, END], 0.5)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [0, 2, END]
+    import_model(tmp_path / "out", tmp_path / "back", with_proof=False)
+    kept = kept_tokenizer(open_store(tmp_path / "back"))
+    assert kept is not None
+    assert kept.ends == (0, 2, END)
+
+
+def test_a_run_that_starts_from_it_on_texts_still_ends_turns(base, tmp_path):
+    data = prepared(base, tmp_path / "chats", "--chat-template", mine(tmp_path))
+    first = trained(base, data, tmp_path / "run")
+    second = trained(first, texts(base, tmp_path / "text"), tmp_path / "second")
+    kept = kept_tokenizer(open_store(second))
+    assert kept is not None
+    assert END in kept.ends
+    assert ChatFormat.find(second / "tokenizer.json").template == MINE
+
+
+def test_an_end_that_the_tokenizer_does_not_have_is_left_out(base, tmp_path):
+    data = prepared(base, tmp_path / "chats", "--chat-template", mine(tmp_path))
+    path = data.with_suffix(".json")
+    sidecar = json.loads(path.read_text())
+    sidecar["chat"]["ends"] = [10**6, END]
+    path.write_text(json.dumps(sidecar))
+    assert json.loads((trained(base, data, tmp_path / "run") / "eod.json").read_text())["ends"] == [0, END]
+
+
+def test_generation_stops_at_the_end_of_a_turn(base, tmp_path):
+    data = prepared(base, tmp_path / "chats", "--chat-template", mine(tmp_path))
+    few = (f"run={tmp_path / 'run'}", "train.steps=40", "train.global_batch_size=4", "data.seq_length=24")
+    assert here("train", "--from", base, f"data.train={data}", *few, "optim.lr=0.01").code == 0
+    found = here(
+        "generate", tmp_path / "run", "--special-tokens", "--prompt", "<u>w1<|end|>\n<a>", "--temperature", "0",
+        "--max-new-tokens", "12",
+    )  # fmt: skip
+    assert found.code == 0, found
+    assert found.out == "<u>w1<|end|>\n<a>some\n"
