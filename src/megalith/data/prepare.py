@@ -45,6 +45,7 @@ __all__ = ["PrepareSummary", "Progress", "prepare"]
 Progress = Callable[[str, int, int], None]  # phase, bytes done, total bytes
 
 _FORMAT_VERSION = 3  # increase it whenever the output changes for the same inputs and settings
+_CHAT_VERSION = 2  # the same for conversations alone; 2: the sidecar has their template and end tokens
 _PUBLISHING = "publishing"  # marker file: the job has begun to move its files into place
 
 
@@ -131,7 +132,7 @@ class _Job:
         if any(self.frame):  # same
             content += [self.frame]
         if self.chat is not None:  # same
-            content += [dataclasses.astuple(self.chat)]
+            content += [_CHAT_VERSION, dataclasses.astuple(self.chat)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
