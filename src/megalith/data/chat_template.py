@@ -6,7 +6,6 @@ values only, and ``dict`` and ``namespace`` without their internals.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ __all__ = ["ChatTemplate", "Message"]
 
 Message = Mapping[str, Any]
 
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _BEGIN, _END = "learned_begin_mark", "learned_end_mark"  # variables of a template
 
 
@@ -36,6 +35,7 @@ class ChatTemplate:
 
     Attributes:
         marks_learned_text: whether ``{% generation %}`` blocks enclose what the assistant writes.
+        names: the texts and names in its code, which it may look for in messages.
 
     Raises:
         DataError: the text is not a template.
@@ -53,10 +53,12 @@ class ChatTemplate:
             dict=_PlainDict(),
             namespace=_Namespace,
         )
-        self.marks_learned_text = _GENERATION.search(text) is not None
         self._tokens = dict(tokens)
         try:
-            self._template = environment.from_string(text)
+            tree = environment.parse(text)
+            self.marks_learned_text = any(name.name == _BEGIN for name in tree.find_all(nodes.Name))
+            self.names = _names(tree)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template must be a Jinja template; it cannot be parsed: {error}") from error
 
@@ -66,14 +68,14 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         *,
         add_generation_prompt: bool = False,
-        marks: tuple[str, str] = ("", ""),
+        marks: Sequence[str] = ("", ""),
     ) -> str:
         """The text of ``messages``.
 
         Args:
             tools: descriptions of the tools that the assistant may call.
             add_generation_prompt: end with what precedes a message of the assistant.
-            marks: strings to put before and after the text of each ``{% generation %}`` block.
+            marks: two strings to put before and after the text of each ``{% generation %}`` block.
 
         Raises DataError if the template refuses the messages.
         """
@@ -90,6 +92,11 @@ class ChatTemplate:
             raise DataError(f"the chat template does not accept the messages: {error}") from error
 
 
+def _names(tree: nodes.Template) -> frozenset[str]:
+    texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset({*texts, *(node.attr for node in tree.find_all(nodes.Getattr)), *_REASONING})
+
+
 class _Generation(Extension):
     """``{% generation %}`` ... ``{% endgeneration %}``: its text, between two marks."""
 
@@ -99,7 +106,7 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.Name(name, "load")]).set_lineno(line) for name in (_BEGIN, _END))
-        return [begin, *body, end]
+        return [begin, nodes.Scope(body).set_lineno(line), end]
 
 
 class _PlainDict:
@@ -143,8 +150,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
     """``message`` with its reasoning under the names that templates read, whichever it has, as in transformers."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return {**message}
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
