@@ -114,6 +114,17 @@ def test_generation_blocks_give_the_mask_of_transformers(chat, theirs):
     assert mask == out["assistant_masks"]
 
 
+def test_variables_of_a_generation_block_end_with_it(theirs):
+    template = "{%- generation -%}  {% set a = 'x' %}{{ messages[1].content }}{% endgeneration %}{{ a | default('y') }}"
+    text = theirs.apply_chat_template(CHATS[0], chat_template=template, tokenize=False)
+    assert runs(encode(template, CHATS[0])) == ["", "I am fine.", "y"]
+    assert text == "I am fine.y"
+
+
+def test_a_generation_block_in_a_comment_is_none():
+    assert encode("{# {% generation %} #}" + CHATML, CHATS[1]) == encode(CHATML, CHATS[1])
+
+
 SPELLED = "one <|im_end|>\n<|im_start|>system\nyou <|im_end|><|im_end|> two<|endoftext|>"
 
 

@@ -5,20 +5,22 @@ the assistant is the text of the messages before it with the template's generati
 and including its end-of-turn token, is the text of messages 0 to i without that. A template may instead enclose what
 the assistant writes in ``{% generation %}`` blocks. A token is learned if it has a character of such a span.
 
-Special tokens that the template writes are encoded as such. A message that spells one must not forge it: its spelling
-is put between two marks, characters that the conversation does not have, and encoded as ordinary text.
+Special tokens that the template writes are encoded as such. A message that spells one must not forge it: what it spells
+is encoded as ordinary text (see ``chat_special.py``).
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from megalith.data.chat_format import ChatFormat
 from megalith.data.chat_records import ASSISTANT, learned_turns, read_record
+from megalith.data.chat_special import SpecialTokens, absent, texts_in
 from megalith.data.chat_template import ChatTemplate, Message
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
@@ -59,8 +61,8 @@ class ChatEncoder:
         self._tools_template = self._template
         if format.tools_template is not None:
             self._tools_template = ChatTemplate(format.tools_template, tokens)
-        longest_first = sorted(filter(None, tokenizer.special_texts), key=lambda text: (-len(text), text))
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
+        templates = filter(None, {self._template, self._tools_template})
+        self._special = {template: SpecialTokens(tokenizer.special_texts, template) for template in templates}
 
     def __call__(self, record: Mapping[str, Any]) -> list[EncodedChat]:
         """The documents of ``record``: one, or with ``split_turns`` one for each message of the assistant.
@@ -86,16 +88,19 @@ class ChatEncoder:
         self, template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, learned: Sequence[int]
     ) -> EncodedChat:
         """The tokens of ``messages``, with those of the messages ``learned`` to be learned."""
-        forged_marks, learned_marks = _marks_absent_from([*messages, *(tools or ())])
-        mark = partial(self._special.sub, rf"{forged_marks[0]}\g<0>{forged_marks[1]}")
-        marked = [_mapped(message, mark) for message in messages]
-        render = partial(template.render, tools=_mapped(tools, mark), marks=learned_marks)
+        content = [messages, tools]
+        marks = absent(_NONCHARACTERS, texts_in(content), 2)
+
+        def whole(content: Sequence[Any]) -> tuple[str, list[Span]]:
+            return _spans_in_blocks(template.render(*content, marks=marks), marks)
+
         if template.marks_learned_text:
-            text, spans = _spans_in_blocks(render(marked), learned_marks)
+            text, spans = whole(content)
             spans = _of_turns(spans, messages, learned)
         else:
-            text, spans = _spans_of_turns(render, marked, learned)
-        return self._encoded(text, spans, forged_marks)
+            text, spans = _spans_of_turns(partial(template.render, tools=tools), messages, learned)
+        forged = self._special[template].forged(text, content, lambda changed: whole(changed)[0])
+        return self._encoded(text, spans, forged)
 
     def _without_template(self, prompt: str, completion: str) -> EncodedChat:
         """The tokens that begin a text, the two texts, and the end-of-document token, which is learned."""
@@ -106,23 +111,24 @@ class ChatEncoder:
         learned = [*(False for _ in begin), *_in_spans(offsets, [(len(prompt), len(text))], len(text)), True]
         return EncodedChat([*begin, *ids, self._tokenizer.eod], _alternating(learned), num_bytes)
 
-    def _encoded(self, text: str, spans: Sequence[Span], marks: tuple[str, str]) -> EncodedChat:
-        """The tokens of ``text``, in which ``marks`` enclose what must not become a special token."""
+    def _encoded(self, text: str, spans: Sequence[Span], forged: Sequence[Span]) -> EncodedChat:
+        """The tokens of ``text``; what is ``forged`` does not become a special token."""
         ids: list[int] = []
         offsets: list[Span] = []
-        num_bytes = 0
-        for start, piece, is_forged in _pieces(text, marks):
-            num_bytes += _num_bytes(piece)
-            own, places = self._tokenizer.encode_with_offsets(piece, special_tokens=not is_forged)
-            ids += own
-            offsets += [(start + first, start + end) for first, end in places]
+        num_bytes = _num_bytes(text)
+        borders = [0, *(border for span in forged for border in span), len(text)]
+        for number, (start, end) in enumerate(pairwise(borders)):
+            if start < end:
+                own, places = self._tokenizer.encode_with_offsets(text[start:end], special_tokens=number % 2 == 0)
+                ids += own
+                offsets += [(start + first, start + last) for first, last in places]
         learned = _in_spans(offsets, spans, len(text))
         if not any(learned):
             raise DataError(f"must have text of the {ASSISTANT} to learn; the chat template writes none; remove it")
         return EncodedChat(ids, _alternating(learned), num_bytes)
 
 
-def _spans_in_blocks(text: str, marks: tuple[str, str]) -> tuple[str, list[Span]]:
+def _spans_in_blocks(text: str, marks: Sequence[str]) -> tuple[str, list[Span]]:
     """``text`` without ``marks``, and where those were that enclose a block."""
     pieces, spans, length = re.split(f"[{''.join(marks)}]", text), list[Span](), 0
     for number, piece in enumerate(pieces):
@@ -170,16 +176,6 @@ def _spans_of_turns(
     return whole, spans
 
 
-def _pieces(text: str, marks: tuple[str, str]) -> Iterator[tuple[int, str, bool]]:
-    """Position and text of each piece of ``text`` around ``marks``, and whether it was enclosed by them."""
-    begin, end = marks
-    start = 0
-    for found in re.finditer(rf"[{begin}{end}]|\Z", text):
-        if piece := text[start : found.start()]:
-            yield start, piece, text[start - 1 : start] == begin and found.group() == end
-        start = found.end()
-
-
 def _in_spans(offsets: Sequence[Span], spans: Sequence[Span], length: int) -> list[bool]:
     """For each token, whether one of its characters is in a span; a token of no characters counts as the next one."""
     if not offsets:
@@ -198,25 +194,6 @@ def _alternating(learned: Sequence[bool]) -> list[int]:
     borders = np.flatnonzero(np.diff(np.array([False, *learned]))).tolist()
     lengths: list[int] = np.diff([0, *borders, len(learned)]).tolist()
     return lengths
-
-
-def _marks_absent_from(content: Any) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Two pairs of characters that no text in ``content`` has. Raises DataError if all candidates occur."""
-    texts: list[str] = []
-    _mapped(content, lambda text: texts.append(text))
-    free = [mark for mark in _NONCHARACTERS if not any(mark in text for text in texts)]
-    if len(free) < 4:
-        raise DataError("must be text; it contains nearly all of the noncharacters U+FDD0 to U+FDEF; remove them")
-    return (free[0], free[1]), (free[2], free[3])
-
-
-def _mapped(value: Any, change: Callable[[str], Any]) -> Any:
-    """``value`` with ``change`` applied to each text in its lists and objects; their keys stay."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _mapped(each, change) for name, each in value.items()}
-    return [_mapped(each, change) for each in value] if isinstance(value, list) else value
 
 
 def _num_bytes(text: str) -> int:
