@@ -258,6 +258,15 @@ def test_records_of_another_form_are_refused(record, says):
         encoder()(record)
 
 
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_values_nested_hundreds_deep_are_refused(depth):
+    nested: Any = []
+    for _ in range(depth):
+        nested = [nested]
+    with pytest.raises(DataError, match="not nested hundreds deep; remove it"):
+        encode("{{ messages[0].content }}", [user("one"), assistant("two", extra=nested)])
+
+
 def test_what_a_template_refuses_is_said():
     with pytest.raises(DataError, match="does not accept the messages: no system messages"):
         encode(TURNS, [{"role": "system", "content": "one"}, *CHATS[0]])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from megalith.data import documents
-from megalith.data.documents import read_pieces, row_group_bytes
+from megalith.data.documents import read_pieces, read_records, row_group_bytes
 from megalith.data.sources import find_sources
 from megalith.errors import DataError, MissingDependencyError
 
@@ -162,6 +162,31 @@ def test_a_parquet_file_without_text_is_refused_by_place(table, tmp_path):
         texts(table, key="n")
     with pytest.raises(DataError, match=r"b\.parquet must be a parquet file"):
         row_group_bytes(source(tmp_path / "b.parquet", b"PAR1 it is not"))
+
+
+def parquet_of(path, **columns):
+    parquet.write_table(pa.table(columns), path)
+    (found,) = find_sources([path]).files
+    return found
+
+
+def not_utf8(*texts: bytes) -> pa.Array:
+    offsets = pa.array([sum(map(len, texts[:n])) for n in range(len(texts) + 1)], pa.int32()).buffers()[1]
+    return pa.Array.from_buffers(pa.string(), len(texts), [None, offsets, pa.py_buffer(b"".join(texts))])
+
+
+def test_of_the_columns_of_a_record_only_the_named_ones_are_read(tmp_path):
+    times = pa.array([1, 2], pa.timestamp("ns"))
+    found = parquet_of(tmp_path / "a.parquet", id=times, prompt=["a", "b"], other=not_utf8(b"a", b"\xff"))
+    assert list(read_records(found, ["prompt", "tools"])) == [(0, {"prompt": "a"}), (1, {"prompt": "b"})]
+    with pytest.raises(DataError, match=r"some of the columns tools, text; it has \['id', 'prompt', 'other'\]"):
+        list(read_records(found, ["tools", "text"]))
+    with pytest.raises(
+        DataError, match=r"a\.parquet, row 1, must have text in UTF-8, .*\['other'\]; .*decode byte 0xff"
+    ):
+        list(read_records(found, ["other"]))
+    with pytest.raises(DataError, match=r"a\.parquet, row 0, must have text in UTF-8, numbers, .*\['id'\]; Nanosecond"):
+        list(read_records(found, ["id"]))
 
 
 def test_without_pyarrow_the_way_out_is_named(table, monkeypatch):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megalith.data.chat_format import ChatFormat
-from megalith.data.chat_records import ASSISTANT, learned_turns, read_record
+from megalith.data.chat_records import ASSISTANT, ChatRecord, learned_turns, read_record
 from megalith.data.chat_special import SpecialTokens, absent, texts_in
 from megalith.data.chat_template import ChatTemplate, Message
 from megalith.data.tokenizer import Tokenizer
@@ -69,7 +69,12 @@ class ChatEncoder:
 
         Raises DataError if the record has another form, or nothing to learn.
         """
-        found = read_record(record)
+        try:
+            return self._documents(read_record(record))
+        except RecursionError as error:
+            raise DataError("must have lists and objects that are not nested hundreds deep; remove it") from error
+
+    def _documents(self, found: ChatRecord) -> list[EncodedChat]:
         messages, tools = found.messages, found.tools
         template = self._tools_template if tools else self._template
         if template is None:

@@ -12,9 +12,10 @@ from typing import Any
 from megalith.data.chat_template import Message
 from megalith.errors import DataError
 
-__all__ = ["ASSISTANT", "ChatRecord", "learned_turns", "read_record"]
+__all__ = ["ASSISTANT", "CHAT_FIELDS", "ChatRecord", "learned_turns", "read_record"]
 
 ASSISTANT = "assistant"
+CHAT_FIELDS = ("messages", "conversations", "prompt", "completion", "tools")  # others are ignored
 _SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "user": "user", ASSISTANT: ASSISTANT, "system": "system"}
 
 

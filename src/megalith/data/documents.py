@@ -6,7 +6,7 @@ read without the text before it.
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -56,17 +56,20 @@ def read_pieces(source: Source, key: str, start: int = 0, stop: int | None = Non
                 yield from _read_text(source, file, start, stop)
 
 
-def read_records(source: Source, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(
+    source: Source, fields: Sequence[str], start: int = 0, stop: int | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields position and fields of each line of .jsonl or row of .parquet; ``start`` and ``stop`` as ``read_pieces``.
 
-    Fields of a row that are null are left out, in nested ones too: a column has the same fields in every row.
+    Of a .parquet file, only the columns among ``fields`` are read, whatever the others contain. Fields of a row that
+    are null are left out, in nested ones too: a column has the same fields in every row.
 
     Raises:
         DataError: as ``read_pieces``, or ``source`` has another format.
     """
     with _readable(source):
         if source.format == "parquet":
-            for row, record in _rows(source, None, start, stop):
+            for row, record in _rows(source, fields, start, stop):
                 yield row, _without_nulls(record)
         elif source.format == "jsonl":
             with source.open() as file:
@@ -191,26 +194,45 @@ def _place(source: Source, offset: int) -> str:
 
 
 def _read_texts(source: Source, key: str, start: int, stop: int | None) -> Iterator[Piece]:
-    for row, record in _rows(source, key, start, stop):
+    for row, record in _rows(source, [key], start, stop):
         text = record[key]
         if not isinstance(text, str):
             raise DataError(f"{source.path}, row {row}, must have text in {key!r}; got {type(text).__name__}")
         yield from _cut(row, text)
 
 
-def _rows(source: Source, key: str | None, start: int, stop: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of row groups ``start`` to ``stop``, and the number of each; only the column ``key`` if it is given."""
+def _rows(source: Source, names: Sequence[str], start: int, stop: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of row groups ``start`` to ``stop``, and the number of each: the columns ``names``, one at least."""
     with _open_parquet(source) as file:
         columns = file.schema_arrow.names
-        if key is not None and key not in columns:
-            raise DataError(f"{source.path} must have a text column {key!r}; it has {columns}; set --key")
+        chosen = [name for name in names if name in columns]
+        if not chosen:
+            if len(names) == 1:
+                raise DataError(f"{source.path} must have a text column {names[0]!r}; it has {columns}; set --key")
+            raise DataError(f"{source.path} must have some of the columns {', '.join(names)}; it has {columns}")
         groups = range(file.metadata.num_row_groups)[start:stop]
         row = sum(file.metadata.row_group(group).num_rows for group in range(start))
-        chosen = None if key is None else [key]
         for batch in file.iter_batches(batch_size=_ROWS, row_groups=list(groups), columns=chosen):
-            for record in batch.to_pylist():
+            for record in _values(source, batch, row):
                 yield row, record
                 row += 1
+
+
+def _values(source: Source, batch: Any, first_row: int) -> list[dict[str, Any]]:
+    try:
+        values: list[dict[str, Any]] = batch.to_pylist()
+        return values
+    except ValueError:  # text that is not UTF-8, or a time in nanoseconds
+        values = []
+    for number in range(batch.num_rows):
+        try:
+            values += batch.slice(number, 1).to_pylist()
+        except ValueError as error:
+            raise DataError(
+                f"{source.path}, row {first_row + number}, must have text in UTF-8, numbers, lists and objects in "
+                f"{batch.schema.names}; {error}; convert it"
+            ) from error
+    return values
 
 
 def _without_nulls(value: Any) -> Any:

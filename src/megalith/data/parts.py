@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from megalith.data.chat_encoder import ChatEncoder
 from megalith.data.chat_format import ChatFormat
+from megalith.data.chat_records import CHAT_FIELDS
 from megalith.data.documents import BLOCK_BYTES, Piece, place_of, read_pieces, read_records, row_group_bytes
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype, remove_dataset
@@ -241,7 +242,7 @@ def _documents(part: Part, key: str | None) -> Iterator[tuple[Source, int]]:
 
 def _records(part: Part) -> Iterator[tuple[Source, int, dict[str, Any]]]:
     for range in part.ranges:
-        for document, record in read_records(range.source, range.start, range.stop):
+        for document, record in read_records(range.source, CHAT_FIELDS, range.start, range.stop):
             yield range.source, document, record
 
 
