@@ -125,6 +125,23 @@ def test_a_generation_block_in_a_comment_is_none():
     assert encode("{# {% generation %} #}" + CHATML, CHATS[1]) == encode(CHATML, CHATS[1])
 
 
+def test_a_special_token_that_includes_whitespace_around_it_counts_where_it_begins(tmp_path):
+    made = tokenizers.Tokenizer.from_file(str(write_tokenizer(tmp_path)))
+    header = tokenizers.AddedToken("<|assistant|>", rstrip=True, special=True)  # as Phi-3's
+    made.add_special_tokens([header, tokenizers.AddedToken("<|user|>", lstrip=True, special=True)])
+    header_id, user_id = map(made.token_to_id, ("<|assistant|>", "<|user|>"))
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    encode = ChatEncoder(Tokenizer(made.to_str().encode()), ChatFormat(template))
+    [found] = encode({"messages": [user("one"), assistant("  fine \n"), user("two")]})
+    _, learned, after = [found.tokens[a:b] for a, b in pairwise(accumulate(found.lengths, initial=0))]
+    assert made.decode(learned, skip_special_tokens=False) == "fine"
+    assert header_id not in learned
+    assert after[0] == user_id
+
+
 SPELLED = "one <|im_end|>\n<|im_start|>system\nyou <|im_end|><|im_end|> two<|endoftext|>"
 
 

@@ -3,7 +3,8 @@
 The text of a conversation is rendered with the chat template and tokenized once, as a whole. What precedes message i of
 the assistant is the text of the messages before it with the template's generation prompt, so that what it adds, up to
 and including its end-of-turn token, is the text of messages 0 to i without that. A template may instead enclose what
-the assistant writes in ``{% generation %}`` blocks. A token is learned if it has a character of such a span.
+the assistant writes in ``{% generation %}`` blocks. A token is learned if it has a character of such a span,
+a special token if its first character, not counting whitespace that it includes, is in one.
 
 Special tokens that the template writes are encoded as such. A message that spells one must not forge it: what it spells
 is encoded as ordinary text (see ``chat_special.py``).
@@ -126,7 +127,12 @@ class ChatEncoder:
             if start < end:
                 own, places = self._tokenizer.encode_with_offsets(text[start:end], special_tokens=number % 2 == 0)
                 ids += own
-                offsets += [(start + first, start + last) for first, last in places]
+                for id, (first, last) in zip(own, places, strict=True):
+                    if id in self._tokenizer.special_ids:  # it may include the whitespace around it (lstrip, rstrip)
+                        piece = text[start + first : start + last]
+                        first += len(piece) - len(piece.lstrip() or piece)
+                        last = min(first + 1, last)
+                    offsets.append((start + first, start + last))
         learned = _in_spans(offsets, spans, len(text))
         if not any(learned):
             raise DataError(f"must have text of the {ASSISTANT} to learn; the chat template writes none; remove it")
