@@ -198,6 +198,18 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_and_can_be_split_into
     assert "assistant\ntwo<|im_end|>" in second[0]
 
 
+def test_a_template_that_appends_something_is_refused_with_where_the_texts_part():
+    template = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"  # as Phi-3's
+    with pytest.raises(
+        DataError,
+        match=r"writes 'endoftext\|>' if that is the last .* and 'im_start\|>user.* if others follow "
+        r".*append something at the end\); use --split-turns",
+    ):
+        encode(template, CHATS[1])
+    first, *_ = encoder(template, split_turns=True)({"messages": CHATS[1]})
+    assert runs(first)[1] == "two\n<|im_end|>\n<|endoftext|>"
+
+
 @pytest.mark.parametrize("template", [CHATML, GENERATION])
 def test_split_turns_learn_each_turn_once(template):
     chat = CHATS[1]

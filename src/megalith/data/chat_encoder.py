@@ -171,20 +171,27 @@ def _spans_of_turns(
         before = render(messages[:turn], add_generation_prompt=True)
         until = whole if turn == len(messages) - 1 else render(messages[: turn + 1])
         if not until.startswith(before):
-            at = next((i for i, pair in enumerate(zip(before, until, strict=False)) if pair[0] != pair[1]), len(until))
+            at = _first_difference(before, until)
             raise DataError(
                 f"cannot be split at message {turn}: the chat template ends a prompt with {before[at:]!r:.60}, where "
                 f"the message itself has {until[at:]!r:.60}; use a --chat-template with {{% generation %}} blocks"
             )
         if not whole.startswith(until):
+            at = _first_difference(until, whole)
             raise DataError(
-                f"cannot be split after message {turn}: the chat template writes that message or earlier ones "
-                "differently if others follow (some remove earlier reasoning); use --split-turns, which makes each "
-                f"message of the {ASSISTANT} the last one of a document, or a --chat-template with "
-                "{% generation %} blocks"
+                f"cannot be split after message {turn}: the chat template writes {until[at:]!r:.60} if that is the "
+                f"last message, and {whole[at:]!r:.60} if others follow (some remove earlier reasoning, or append "
+                f"something at the end); use --split-turns, which makes each message of the {ASSISTANT} the last one "
+                "of a document, or a --chat-template with {% generation %} blocks"
             )
         spans.append((len(before), len(until)))
     return whole, spans
+
+
+def _first_difference(one: str, other: str) -> int:
+    """The position of the first character that differs; the length of the shorter text if there is none."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (mine, others) in pairs if mine != others), min(len(one), len(other)))
 
 
 def _in_spans(offsets: Sequence[Span], spans: Sequence[Span], length: int) -> list[bool]:
