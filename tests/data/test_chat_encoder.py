@@ -78,6 +78,35 @@ def test_tools_and_messages_without_content_are_rendered_as_in_transformers(thei
     assert "a & b" in runs(found)[0]
 
 
+def test_json_text_of_arguments_and_tools_is_parsed(theirs):
+    arguments, text = {"a": "<b>", "ü": [1]}, '{"a": "<b>", "ü": [1]}'
+    tools = [{"name": "add"}]
+
+    def chat(arguments: Any) -> list[dict[str, Any]]:
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return [user("add"), {"role": "assistant", "tool_calls": [call]}, assistant("done")]
+
+    expected = theirs.apply_chat_template(
+        chat(arguments), tools=tools, chat_template=TOOLS, tokenize=True, return_dict=False
+    )
+    for form, tools_form in ((arguments, tools), (text, '[{"name": "add"}]')):
+        assert encode(TOOLS, chat(form), tools=tools_form).tokens == expected
+    for other in ("{'a'", "[1]", "2"):  # what is not the text of an object stays as it is
+        assert f'"arguments": "{other}"' in runs(encode(TOOLS, chat(other)))[1]
+
+
+def test_variables_of_a_record_are_those_of_the_template(theirs):
+    template = "{{ note }}{% if enable_thinking %}think{% endif %}" + CHATML
+    variables = {"enable_thinking": True, "note": "a </turn>"}
+    found = encode(template, CHATS[0], chat_template_kwargs=variables)
+    text = theirs.apply_chat_template(CHATS[0], chat_template=template, tokenize=False, **variables)
+    assert "".join(runs(found)) == text
+    assert tokenizer().token_id("</turn>") not in found.tokens
+    for name in ("messages", "tools", "add_generation_prompt", "bos_token"):
+        with pytest.raises(DataError, match=f"'chat_template_kwargs' that are not set otherwise; it has {name}"):
+            encode(template, CHATS[0], chat_template_kwargs={name: []})
+
+
 def test_the_template_for_tools_is_used_if_there_are_tools():
     two = encoder(CHATML, tools_template=TOOLS)
     for tools, other in ((None, CHATML), ([], CHATML), ([{"name": "add"}], TOOLS)):
@@ -277,7 +306,9 @@ def test_reasoning_has_the_names_that_templates_read():
         ({"messages": [user("one")]}, "message of the assistant to learn; its roles are user"),
         ({"messages": [user("one"), assistant("two", weight=0)]}, "message of the assistant to learn"),
         ({"messages": [user("one"), assistant("two", weight=0.5)]}, "weight of 0 or 1; got 0.5"),
-        ({"messages": CHATS[0], "tools": "add"}, "list under 'tools'; got str"),
+        ({"messages": CHATS[0], "tools": "add"}, "a list, or the JSON text of one, under 'tools'; got 'add'"),
+        ({"messages": CHATS[0], "tools": '{"name": "add"}'}, "a list, or the JSON text of one, under 'tools'"),
+        ({"messages": CHATS[0], "chat_template_kwargs": "a"}, "an object under 'chat_template_kwargs'; got 'a'"),
         ({"messages": [user("\ud800"), assistant("two")]}, "unpaired surrogate"),
         ({"messages": [{"role": "user"}, assistant("two")]}, "does not accept the messages"),
     ],

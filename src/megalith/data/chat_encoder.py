@@ -87,24 +87,27 @@ class ChatEncoder:
             )
         turns = learned_turns(messages)
         if self._split_turns:
-            return [self._conversation(template, messages[: turn + 1], tools, [turn]) for turn in turns]
-        return [self._conversation(template, messages, tools, turns)]
+            return [self._conversation(template, found, messages[: turn + 1], [turn]) for turn in turns]
+        return [self._conversation(template, found, messages, turns)]
 
     def _conversation(
-        self, template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, learned: Sequence[int]
+        self, template: ChatTemplate, found: ChatRecord, messages: Sequence[Message], learned: Sequence[int]
     ) -> EncodedChat:
-        """The tokens of ``messages``, with those of the messages ``learned`` to be learned."""
-        content = [messages, tools]
+        """The tokens of ``messages`` of the record, with those of the messages ``learned`` to be learned."""
+        content = [messages, found.tools, [*found.variables.values()]]
         marks = absent(_NONCHARACTERS, texts_in(content), 2)
 
         def whole(content: Sequence[Any]) -> tuple[str, list[Span]]:
-            return _spans_in_blocks(template.render(*content, marks=marks), marks)
+            messages, tools, values = content
+            variables = dict(zip(found.variables, values, strict=True))
+            return _spans_in_blocks(template.render(messages, tools, variables, marks=marks), marks)
 
         if template.marks_learned_text:
             text, spans = whole(content)
             spans = _of_turns(spans, messages, learned)
         else:
-            text, spans = _spans_of_turns(partial(template.render, tools=tools), messages, learned)
+            render = partial(template.render, tools=found.tools, variables=found.variables)
+            text, spans = _spans_of_turns(render, messages, learned)
         forged = self._special[template].forged(text, content, lambda changed: whole(changed)[0])
         return self._encoded(text, spans, forged)
 

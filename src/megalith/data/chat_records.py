@@ -1,12 +1,16 @@
 """Reads the forms in which records hold a conversation.
 
+Templates write the arguments of a tool call and the tools as JSON, so where a record has them as JSON text, it is
+parsed, as in vLLM.
+
 messages               [{"role": ..., "content": ...}, ...], with tools if it has any: OpenAI and Hugging Face
 conversations          [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]: ShareGPT
 prompt, completion     two texts, or two lists of messages, of which the first is only context: TRL
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megalith.data.chat_template import Message
@@ -15,7 +19,7 @@ from megalith.errors import DataError
 __all__ = ["ASSISTANT", "CHAT_FIELDS", "ChatRecord", "learned_turns", "read_record"]
 
 ASSISTANT = "assistant"
-CHAT_FIELDS = ("messages", "conversations", "prompt", "completion", "tools")  # others are ignored
+CHAT_FIELDS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")
 _SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "user": "user", ASSISTANT: ASSISTANT, "system": "system"}
 
 
@@ -26,27 +30,27 @@ class ChatRecord:
     Attributes:
         messages: with a role, without fields that are null, as in transformers.
         tools: that the template describes; None if the record has none.
+        variables: that the template reads besides, such as ``enable_thinking``.
         texts: prompt and completion, if the record consists of two texts.
     """
 
     messages: Sequence[Message]
     tools: list[Any] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
     texts: tuple[str, str] | None = None
 
 
 def read_record(record: Mapping[str, Any]) -> ChatRecord:
     """Returns the conversation in ``record``. Raises DataError if it has none of these forms."""
-    tools = record.get("tools")
-    if not (tools is None or isinstance(tools, list)):
-        raise DataError(f"must have a list under 'tools'; got {type(tools).__name__}")
+    tools, variables = _tools(record.get("tools")), _variables(record.get("chat_template_kwargs"))
     if record.get("messages") is not None:
-        return ChatRecord(_messages(record["messages"], "messages"), tools)
+        return ChatRecord(_messages(record["messages"], "messages"), tools, variables)
     if record.get("conversations") is not None:
-        return ChatRecord(_messages(_from_sharegpt(record["conversations"]), "conversations"), tools)
+        return ChatRecord(_messages(_from_sharegpt(record["conversations"]), "conversations"), tools, variables)
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         context = [{**message, "weight": 0} for message in _messages(prompt, "prompt")]
-        return ChatRecord([*context, *_messages(completion, "completion")], tools)
+        return ChatRecord([*context, *_messages(completion, "completion")], tools, variables)
     if not isinstance(prompt, str) or not isinstance(completion, str) or not completion:
         names = ", ".join(map(repr, record)) or "no keys"
         raise DataError(
@@ -54,7 +58,7 @@ def read_record(record: Mapping[str, Any]) -> ChatRecord:
             f"not empty; it has {names}"
         )
     messages = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
-    return ChatRecord(messages, tools, (prompt, completion))
+    return ChatRecord(messages, tools, variables, (prompt, completion))
 
 
 def learned_turns(messages: Sequence[Message]) -> list[int]:
@@ -81,7 +85,44 @@ def _messages(given: Any, key: str) -> list[Message]:
     for number, message in enumerate(given):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"must have messages with a role and a content; message {number} is {message!r:.80}")
-    return [{name: value for name, value in message.items() if value is not None} for message in given]
+    return [_with_arguments({name: value for name, value in message.items() if value is not None}) for message in given]
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """``message``, of whose tool calls the arguments are objects where they are the JSON text of one."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _parsed_call(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _parsed_call(call["function"])}
+    arguments = _parsed(call.get("arguments"))
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+
+
+def _parsed(value: Any) -> Any:
+    """``value``, or what it says if it is JSON text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _tools(given: Any) -> list[Any] | None:
+    tools = _parsed(given)
+    if not (tools is None or isinstance(tools, list)):
+        raise DataError(f"must have a list, or the JSON text of one, under 'tools'; got {given!r:.80}")
+    return tools
+
+
+def _variables(given: Any) -> Mapping[str, Any]:
+    variables: dict[str, Any] = {} if given is None else given
+    if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
+        raise DataError(f"must have an object under 'chat_template_kwargs'; got {given!r:.80}")
+    return variables
 
 
 def _from_sharegpt(given: Any) -> Any:

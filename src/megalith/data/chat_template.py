@@ -66,6 +66,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = False,
         marks: Sequence[str] = ("", ""),
@@ -74,20 +75,27 @@ class ChatTemplate:
 
         Args:
             tools: descriptions of the tools that the assistant may call.
+            variables: others that the template reads.
             add_generation_prompt: end with what precedes a message of the assistant.
             marks: two strings to put before and after the text of each ``{% generation %}`` block.
 
-        Raises DataError if the template refuses the messages.
+        Raises DataError if the template refuses the messages, or the variables include one of the others.
         """
-        try:
-            return self._template.render(
-                **self._tokens,
-                messages=[_with_reasoning(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{_BEGIN: marks[0], _END: marks[1]},
+        own = {
+            **self._tokens,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            _BEGIN: marks[0],
+            _END: marks[1],
+        }
+        if taken := [name for name in variables or {} if name in own]:
+            raise DataError(
+                f"must have variables of the chat template under 'chat_template_kwargs' that are not set otherwise; it "
+                f"has {', '.join(taken):.80}; remove them"
             )
+        try:
+            return self._template.render({"documents": None, **(variables or {}), **own})
         except Exception as error:  # whatever its code raises, even a TypeError, is its answer to these messages
             raise DataError(f"the chat template does not accept the messages: {error}") from error
 
