@@ -171,6 +171,27 @@ def test_a_special_token_that_includes_whitespace_around_it_counts_where_it_begi
     assert after[0] == user_id
 
 
+def warnings_in(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "megalith.data.chat_encoder"]
+
+
+def test_that_a_template_has_the_model_write_a_header_is_said_once(caplog):
+    template = CHATML.split("{% if add")[0]
+    encoder(template, tools_template=template)
+    [said] = warnings_in(caplog)
+    assert "adds nothing for add_generation_prompt, so '<|im_start|>assistant' before each answer is learned" in said
+    assert "has {% generation %} blocks" in said
+    ChatEncoder(tokenizer(), ChatFormat(template), warn=False)
+    assert warnings_in(caplog) == [said]
+    assert runs(encode(template, CHATS[0]))[1].startswith("<|im_start|>assistant")
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES.values(), REASONING, "{{ bos_token }}", "{{ 1 / 0 }}"])
+def test_no_header_is_said_to_be_learned_that_is_not(template, caplog):
+    encoder(template)
+    assert warnings_in(caplog) == []
+
+
 SPELLED = "one <|im_end|>\n<|im_start|>system\nyou <|im_end|><|im_end|> two<|endoftext|>"
 
 

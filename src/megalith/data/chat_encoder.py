@@ -10,6 +10,7 @@ Special tokens that the template writes are encoded as such. A message that spel
 is encoded as ordinary text (see ``chat_special.py``).
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 
 __all__ = ["ChatEncoder", "EncodedChat"]
+
+log = logging.getLogger(__name__)
 
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode reserves them for uses like this
 
@@ -51,19 +54,28 @@ class EncodedChat:
 class ChatEncoder:
     """Encodes records of the forms in ``chat_records.py``.
 
+    Args:
+        warn: log a warning if a template ends prompts without the header of an answer, which is then learned.
+
     Raises:
         DataError: the template is invalid.
     """
 
-    def __init__(self, tokenizer: Tokenizer, format: ChatFormat) -> None:
+    def __init__(self, tokenizer: Tokenizer, format: ChatFormat, *, warn: bool = True) -> None:
         self._tokenizer, self._split_turns = tokenizer, format.split_turns
         tokens = {"bos_token": tokenizer.begin_text, "eos_token": tokenizer.eod_text, **dict(format.tokens)}
         self._template = None if format.template is None else ChatTemplate(format.template, tokens)
         self._tools_template = self._template
         if format.tools_template is not None:
             self._tools_template = ChatTemplate(format.tools_template, tokens)
-        templates = filter(None, {self._template, self._tools_template})
+        templates = list(filter(None, dict.fromkeys([self._template, self._tools_template])))
         self._special = {template: SpecialTokens(tokenizer.special_texts, template) for template in templates}
+        for header in filter(None, dict.fromkeys(map(_learned_header, templates if warn else ()))):
+            log.warning(
+                "the chat template adds nothing for add_generation_prompt, so %r before each answer is learned, and "
+                "prompts must not have it; give a --chat-template that adds it, or has {%% generation %%} blocks",
+                header,
+            )
 
     def __call__(self, record: Mapping[str, Any]) -> list[EncodedChat]:
         """The documents of ``record``: one, or with ``split_turns`` one for each message of the assistant.
@@ -140,6 +152,20 @@ class ChatEncoder:
         if not any(learned):
             raise DataError(f"must have text of the {ASSISTANT} to learn; the chat template writes none; remove it")
         return EncodedChat(ids, _alternating(learned), num_bytes)
+
+
+def _learned_header(template: ChatTemplate) -> str:
+    """What ``template`` writes before an answer, if not before one that is to be written; empty if that is nothing."""
+    question, answer = {"role": "user", "content": "How are you?"}, {"role": ASSISTANT, "content": "I am fine."}
+    try:
+        prompts = [template.render([question], add_generation_prompt=is_added) for is_added in (False, True)]
+        whole = template.render([question, answer])
+    except DataError:  # it requires other messages or variables
+        return ""
+    if template.marks_learned_text or prompts[0] != prompts[1] or not whole.startswith(prompts[1]):
+        return ""
+    header, found, _ = whole.removeprefix(prompts[1]).partition(answer["content"])
+    return header.strip() if found else ""
 
 
 def _spans_in_blocks(text: str, marks: Sequence[str]) -> tuple[str, list[Span]]:

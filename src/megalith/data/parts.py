@@ -155,7 +155,7 @@ def encode_part(encoding: Encoding, number: int, part: Part) -> int:
         if encoding.chat is None:
             text_bytes = _encode(encoding, part, tokenizer, builders)
         else:
-            text_bytes = _encode_chats(encoding, part, ChatEncoder(tokenizer, encoding.chat), builders)
+            text_bytes = _encode_chats(encoding, part, ChatEncoder(tokenizer, encoding.chat, warn=False), builders)
         for split, builder in builders.items():
             builder.finalize(text_bytes=text_bytes[split])
     return number
