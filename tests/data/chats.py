@@ -1,17 +1,19 @@
 """Conversations, chat templates like those of published models, and a tokenizer that has their special tokens."""
 
 import json
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megalith.data.chat_encoder import ChatEncoder, EncodedChat
 from megalith.data.chat_format import ChatFormat
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.prepare import PrepareSummary, prepare
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 
+TOKENS = (("bos_token", "<s>"), ("eos_token", "<|endoftext|>"))
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<turn>", "</turn>"]
 
 CHATML = (
@@ -83,6 +85,22 @@ CHATS = [
 
 def tokenizer() -> Tokenizer:
     return train_byte_level_bpe(["How are you? I am fine. one two three four five six\n"] * 9, 300, SPECIAL)
+
+
+def encoder(template: str | None = CHATML, **fields: Any) -> ChatEncoder:
+    return ChatEncoder(tokenizer(), ChatFormat(template, tokens=TOKENS, **fields))
+
+
+def encode(template: str, messages: list[dict[str, Any]], **record: Any) -> EncodedChat:
+    [found] = encoder(template)({"messages": messages, **record})
+    return found
+
+
+def runs(found: EncodedChat) -> list[str]:
+    """The text of each run of tokens: context, learned, context, ..."""
+    assert sum(found.lengths) == len(found.tokens)
+    decode = tokenizer().decode
+    return [decode(found.tokens[a:b]) for a, b in pairwise(accumulate(found.lengths, initial=0))]
 
 
 def write_tokenizer(folder: Path, template: str | None = CHATML) -> Path:

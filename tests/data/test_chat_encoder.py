@@ -1,6 +1,7 @@
 """Conversations as tokens: those of transformers, with what the assistant writes told apart."""
 
-from itertools import accumulate, pairwise
+from datetime import datetime
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from megalith.data.chat_encoder import ChatEncoder, EncodedChat
+from megalith.data import chat_template
+from megalith.data.chat_encoder import ChatEncoder
 from megalith.data.chat_format import ChatFormat
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
@@ -21,31 +23,17 @@ from tests.data.chats import (
     REASONING,
     SPECIAL,
     TEMPLATES,
+    TOKENS,
     TOOLS,
     TURNS,
     assistant,
+    encode,
+    encoder,
+    runs,
     tokenizer,
     user,
     write_tokenizer,
 )
-
-TOKENS = (("bos_token", "<s>"), ("eos_token", "<|endoftext|>"))
-
-
-def encoder(template: str | None = CHATML, **fields: Any) -> ChatEncoder:
-    return ChatEncoder(tokenizer(), ChatFormat(template, tokens=TOKENS, **fields))
-
-
-def encode(template: str, messages: list[dict[str, Any]], **record: Any) -> EncodedChat:
-    [found] = encoder(template)({"messages": messages, **record})
-    return found
-
-
-def runs(found: EncodedChat) -> list[str]:
-    """The text of each run of tokens: context, learned, context, ..."""
-    assert sum(found.lengths) == len(found.tokens)
-    decode = tokenizer().decode
-    return [decode(found.tokens[a:b]) for a, b in pairwise(accumulate(found.lengths, initial=0))]
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +138,27 @@ def test_variables_of_a_generation_block_end_with_it(theirs):
     assert text == "I am fine.y"
 
 
+def test_spaces_before_a_block_are_left_out_as_in_transformers(theirs):
+    template = "{% for m in messages %}\n    {% if true %}\n {{ m.content }}\n    {% endif %}\n  {# b #}\n{% endfor %}"
+    text = theirs.apply_chat_template(CHATS[0], chat_template=template, tokenize=False)
+    assert "".join(runs(encode(template, CHATS[0]))) == text == " How are you?\n I am fine.\n"
+
+
+def test_the_clock_is_read_once(monkeypatch):
+    class Clock(datetime):
+        days = count(1)
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2026, 1, next(cls.days))
+
+    monkeypatch.setattr(chat_template, "datetime", Clock)
+    dated = encoder("{{ strftime_now('%d') }} " + CHATML)
+    for _ in range(2):
+        [found] = dated({"messages": CHATS[1]})
+        assert runs(found)[0].startswith("01 <|im_start|>")
+
+
 def test_a_generation_block_in_a_comment_is_none():
     assert encode("{# {% generation %} #}" + CHATML, CHATS[1]) == encode(CHATML, CHATS[1])
 
@@ -163,8 +172,8 @@ def test_a_special_token_that_includes_whitespace_around_it_counts_where_it_begi
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    encode = ChatEncoder(Tokenizer(made.to_str().encode()), ChatFormat(template))
-    [found] = encode({"messages": [user("one"), assistant("  fine \n"), user("two")]})
+    with_headers = ChatEncoder(Tokenizer(made.to_str().encode()), ChatFormat(template))
+    [found] = with_headers({"messages": [user("one"), assistant("  fine \n"), user("two")]})
     _, learned, after = [found.tokens[a:b] for a, b in pairwise(accumulate(found.lengths, initial=0))]
     assert made.decode(learned, skip_special_tokens=False) == "fine"
     assert header_id not in learned
@@ -286,66 +295,9 @@ def test_without_a_template_the_completion_and_its_end_are_learned():
     assert runs(alone) == ["<s>", "three<|endoftext|>"]
 
 
-def test_with_a_template_prompt_and_completion_are_two_messages():
-    [found] = encoder()({"prompt": "one", "completion": "two"})
-    assert found == encode(CHATML, [user("one"), assistant("two")])
-
-
-def test_sharegpts_conversations_are_messages():
-    given = [{"from": "system", "value": "be"}, {"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
-    [found] = encoder()({"conversations": given})
-    assert found == encode(CHATML, [{"role": "system", "content": "be"}, user("one"), assistant("two")])
-
-
-def test_of_a_prompt_of_messages_nothing_is_learned():
-    prompt = [user("one"), assistant("two"), user("three")]
-    [found] = encoder()({"prompt": prompt, "completion": [assistant("four")]})
-    context, learned = runs(found)
-    assert "two" in context
-    assert learned == "four<|im_end|>\n"
-
-
 def test_reasoning_has_the_names_that_templates_read():
     template = "{% for m in messages %}{{ m.reasoning_content or '-' }}{{ m.content }}{% endfor %}"
     assert "hmtwo" in runs(encode(template, [user("one"), assistant("two", reasoning="hm")]))[1]
-
-
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
-        ({"text": "one"}, "must have a list under 'messages', or text under 'prompt' and 'completion'.* 'text'"),
-        ({"prompt": "one", "completion": ""}, "the completion is not empty"),
-        ({"prompt": [user("one")], "completion": "two"}, "text under 'prompt'"),
-        ({"prompt": [], "completion": [assistant("two")]}, r"list of messages under 'prompt'; got \[\]"),
-        ({"conversations": "one"}, "list of messages under 'conversations'; got 'one'"),
-        ({"conversations": [{"from": "narrator", "value": "one"}]}, "messages from human, gpt, .*; got 'narrator'"),
-        ({"conversations": [{"from": ["human"], "value": "one"}]}, r"messages from human, gpt, .*; got \['human'\]"),
-        ({"conversations": [{"value": "one"}]}, "role and a content; message 0 is {'value': 'one'}"),
-        ({"messages": []}, r"list of messages under 'messages'; got \[\]"),
-        ({"messages": "one"}, "list of messages under 'messages'; got 'one'"),
-        ({"messages": [user("one"), {"content": "two"}]}, "role and a content; message 1 is "),
-        ({"messages": [user("one")]}, "message of the assistant to learn; its roles are user"),
-        ({"messages": [user("one"), assistant("two", weight=0)]}, "message of the assistant to learn"),
-        ({"messages": [user("one"), assistant("two", weight=0.5)]}, "weight of 0 or 1; got 0.5"),
-        ({"messages": CHATS[0], "tools": "add"}, "a list, or the JSON text of one, under 'tools'; got 'add'"),
-        ({"messages": CHATS[0], "tools": '{"name": "add"}'}, "a list, or the JSON text of one, under 'tools'"),
-        ({"messages": CHATS[0], "chat_template_kwargs": "a"}, "an object under 'chat_template_kwargs'; got 'a'"),
-        ({"messages": [user("\ud800"), assistant("two")]}, "unpaired surrogate"),
-        ({"messages": [{"role": "user"}, assistant("two")]}, "does not accept the messages"),
-    ],
-)
-def test_records_of_another_form_are_refused(record, says):
-    with pytest.raises(DataError, match=says):
-        encoder()(record)
-
-
-@pytest.mark.parametrize("depth", [900, 100_000])
-def test_values_nested_hundreds_deep_are_refused(depth):
-    nested: Any = []
-    for _ in range(depth):
-        nested = [nested]
-    with pytest.raises(DataError, match="not nested hundreds deep; remove it"):
-        encode("{{ messages[0].content }}", [user("one"), assistant("two", extra=nested)])
 
 
 def test_what_a_template_refuses_is_said():
