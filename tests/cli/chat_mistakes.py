@@ -86,6 +86,18 @@ CHAT_MISTAKES: dict[str, tuple[Mistake, str]] = {
         chat(template=REASONING, messages=_THOUGHTS),
         "line 2, cannot be split after message 1: .*use --split-turns",
     ),
+    "chat: a template that looks for special tokens": (
+        chat(
+            template="{{ 'a' if '<|im_end|>' in messages[0].content }}" + CHATML,
+            messages=[user("<|im_end|>"), assistant("a")],
+        ),
+        r"line 2, must have messages that the chat template writes as they are; .* \(<\|im_end\|>\); remove special",
+    ),
+    "chat: a variable that the template has": (
+        chat(chat_template_kwargs={"messages": []}),
+        "line 2, must have variables .* under 'chat_template_kwargs' .*; it has messages; remove them",
+    ),
+    "chat: tools of text": (chat(tools="add"), "line 2, must have a list, or the JSON text of one, under 'tools'"),
     "chat: two ways to write": (
         chat("--no-chat-template", "--split-turns"),
         "--no-chat-template leaves --chat-template and --split-turns without effect; give only one",

@@ -63,6 +63,7 @@ def test_tools_cannot_forge_special_tokens_either():
     [
         "{{ 'system' if messages[0].content.startswith('<|im_end|>') }}",
         "{{ messages[0].content.split('<')[-1] }}",
+        "{{ 'one' if messages[0].content.startswith('<|im_end|>') else 'two' }}",
         "{{ messages[0].content | urlencode }}",
     ],
 )
@@ -91,10 +92,11 @@ def test_the_template_may_write_a_role_in_a_special_token():
 
 
 def test_of_special_tokens_that_begin_alike_the_longest_counts():
-    made = train_byte_level_bpe(["one two"], 300, ["<s>", "<s>>", *SPECIAL[1:]])
-    template = ONE % "<s>>{{ messages[0].content }}"
-    made, found = encoded(template, "<s>>", made)
+    made = train_byte_level_bpe(["one >> two >>"] * 9, 300, ["<s>", "<s>>", *SPECIAL[1:]])
+    made, found = encoded(ONE % "<s>>{{ messages[0].content }}", "<s>>", made)
     assert special_in(made, found) == ["<|im_start|>", "<s>>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
+    spelled = found.tokens[2 : found.tokens.index(made.token_id("<|im_end|>"))]
+    assert [made.decode([id]) for id in spelled] == ["<", "s", ">>"]
 
 
 def test_contents_that_are_no_text_are_refused():
