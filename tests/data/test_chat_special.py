@@ -58,6 +58,13 @@ def test_tools_cannot_forge_special_tokens_either():
     assert '[{"name": "</turn>", "parameters": {"<s>": ["<|im_end|>"]}}]' in made.decode(found.tokens)
 
 
+def test_harmless_tools_are_not_refused():
+    names = ["a", "s", "t", "im", "end", "x/y", "a<b>", "[1]"]
+    tools = [{"name": name, "parameters": {name: {"type": "user"} for name in names}} for name in names]
+    made, found = encoded(ONE % "{{ tools | tojson }}{{ messages[0].content | join }}", names, tools=tools)
+    assert len(special_in(made, found)) == NUM_SPECIAL
+
+
 @pytest.mark.parametrize(
     "expression",
     [

@@ -1,10 +1,11 @@
 """Tells the special tokens that a chat template writes from those that a conversation spells.
 
 A conversation is rendered twice: as it is, and with a stand-in for each character of its texts that special tokens
-have besides letters and digits. The two texts must agree everywhere else; then a stand-in shows what comes from the
-conversation, however the template joins, cuts or quotes it, and a special token in which there is none is the
-template's. Texts that the template itself names, such as ``</think>``, are kept, because it may look for them: they
-cannot be part of a special token. If the texts do not agree, the record is refused.
+have besides letters and digits, and in each text that is all the letters of one. The two texts must agree everywhere
+else; then a stand-in shows what comes from the conversation, however the template joins, cuts or quotes it, and a
+special token in which there is none is the template's. A role has no stand-ins for letters, because templates write
+it in special tokens. Texts that the template itself names, such as ``</think>``, are kept, because it may look for
+them: they cannot be part of a special token. If the texts do not agree, the record is refused.
 """
 
 import re
@@ -33,6 +34,7 @@ class SpecialTokens:
         self._pattern = re.compile(_one_of(self._texts))
         self._names = template.names
         signs = {sign for text in self._texts for sign in text if not (sign.isalnum() or sign in "_ ")}
+        self._words = {text.strip("".join(signs)) for text in self._texts} - {"", *template.names}
         kept = [
             name for name in template.names if signs & set(name) and not any(map(partial(_meet, name), self._texts))
         ]
@@ -67,8 +69,7 @@ class SpecialTokens:
 
     def _with_stand_ins(self, text: str, is_role: bool, *, stand_in: str) -> str:
         signs = self._kept_or_sign.sub(lambda found: stand_in if found.group(1) else found.group(), text)
-        is_word = not is_role and text.strip() and text not in self._names
-        if is_word and any(text in special for special in self._texts):
+        if text in self._words and not is_role:
             return stand_in + signs[1:]  # such as a name s that a template writes as <s>; templates write <|role|>
         return signs
 
