@@ -59,8 +59,9 @@ def heads_divide_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
     for name in (_HEADS, "model.ffn_hidden_size", "model.moe.shared_ffn_hidden_size"):
         if (size := run.get(name)) is None or size % tensor == 0:
             continue
-        more = {name: round_up(size, tensor)}
+        more, common = {name: round_up(size, tensor)}, gcd(size, tensor)
         fixes = [*_layouts(run), more] if name == _HEADS else [more, *_layouts(run)]
+        fixes.append({_TENSOR: common} | ({_SEQUENCE: False} if common == 1 else {}))  # for a world that is wrong too
         message = f"{name} ({size}) must be divisible by {_TENSOR} ({tensor})"
         yield Violation("heads_divide_among_tensor_ranks", name, message, tuple(fixes))
 
