@@ -42,7 +42,9 @@ def plain_text(folder: Path) -> list[object]:
 
 def on_chats(*overrides: str, seq_length: int = 32) -> Mistake:
     return lambda folder: train(
-        folder, *overrides, data={"train": write_conversations(folder / "chats"), "seq_length": seq_length}
+        folder,
+        *overrides,
+        data={"train": write_conversations(folder / "chats"), "seq_length": seq_length, "eod_mask_loss": False},
     )
 
 

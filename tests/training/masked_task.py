@@ -61,6 +61,8 @@ class PredictMasked(PretrainGPT):
             np.where(masked, tokens, -1),
             masked,
             documents,
+            batch.num_tokens,
+            batch.keeps_documents_apart,
             batch.row_ids,
             batch.positions,
             classes=np.where(begins, tokens % 2, -1),

@@ -75,6 +75,8 @@ class PredictSpans(PretrainGPT):
             labels,
             mask,
             documents,
+            batch.num_tokens,
+            batch.keeps_documents_apart,
             batch.row_ids,
             batch.positions,
             decoder_tokens=decoder_tokens,

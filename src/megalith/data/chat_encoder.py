@@ -82,12 +82,7 @@ class ChatEncoder:
 
         Raises DataError if the record has another form, or nothing to learn.
         """
-        try:
-            return self._documents(read_record(record))
-        except RecursionError as error:
-            raise DataError("must have lists and objects that are not nested hundreds deep; remove it") from error
-
-    def _documents(self, found: ChatRecord) -> list[EncodedChat]:
+        found = read_record(record)
         messages, tools = found.messages, found.tools
         template = self._tools_template if tools else self._template
         if template is None:

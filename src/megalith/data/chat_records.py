@@ -20,6 +20,8 @@ __all__ = ["ASSISTANT", "CHAT_FIELDS", "ChatRecord", "learned_turns", "read_reco
 
 ASSISTANT = "assistant"
 CHAT_FIELDS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")
+_NESTED = (dict, list, tuple)
+_MOST_LEVELS = 100
 _SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "user": "user", ASSISTANT: ASSISTANT, "system": "system"}
 
 
@@ -41,7 +43,28 @@ class ChatRecord:
 
 
 def read_record(record: Mapping[str, Any]) -> ChatRecord:
-    """Returns the conversation in ``record``. Raises DataError if it has none of these forms."""
+    """Returns the conversation in ``record``. Raises DataError if it has none of these forms, or is nested too deep."""
+    try:
+        found = _read(record)
+    except RecursionError:  # of JSON in a text
+        found = None
+    if found is None or _is_deeper([found.messages, found.tools, found.variables], _MOST_LEVELS):
+        raise DataError("must have lists and objects that are not nested hundreds deep; remove it")
+    return found
+
+
+def _is_deeper(value: Any, num_levels: int) -> bool:
+    """Whether lists and objects are nested in more than ``num_levels`` levels; without recursion, which has a limit."""
+    level = [value]
+    for _ in range(num_levels):
+        inside = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, _NESTED)]
+        level = [each for values in inside for each in values]
+        if not level:
+            return False
+    return True
+
+
+def _read(record: Mapping[str, Any]) -> ChatRecord:
     tools, variables = _tools(record.get("tools")), _variables(record.get("chat_template_kwargs"))
     if record.get("messages") is not None:
         return ChatRecord(_messages(record["messages"], "messages"), tools, variables)
