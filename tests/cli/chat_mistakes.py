@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.mistakes import Mistake, text, train
-from tests.data.chats import (
+from tests.data.chat.examples import (
     CHATML,
     CHATS,
     REASONING,

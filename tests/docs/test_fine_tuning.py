@@ -3,10 +3,10 @@
 import json
 import re
 
-from megalith.data.chat_encoder import ChatEncoder
-from megalith.data.chat_format import ChatFormat
+from megalith.data.chat.encoder import ChatEncoder
+from megalith.data.chat.format import ChatFormat
 from megalith.data.tokenizer import Tokenizer
-from tests.data.chats import CHATML, tokenizer
+from tests.data.chat.examples import CHATML, tokenizer
 from tests.docs.pages import page, python_blocks
 
 

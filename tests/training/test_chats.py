@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import RunConfig, load_run
-from megalith.data.chat_dataset import ChatDataset
+from megalith.data.chat.dataset import ChatDataset
 from megalith.errors import ConfigError, DataError
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.tolerance import LAYOUT_FLOAT64
@@ -19,7 +19,7 @@ from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.conversation_settings import check_settings_of_conversations
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.transformer.step_record import MicroBatchRecord, StepRecord
-from tests.data.chats import conversations, write_conversations
+from tests.data.chat.examples import conversations, write_conversations
 from tests.rank_pool import RankError, ranks
 from tests.tiny_masked import masked_settings
 from tests.tiny_run import GPT2, SEQ, settings, write_dataset

@@ -135,7 +135,7 @@ def chat(
 
     Run the same command again to continue after an interruption, as with prepare.
     """
-    from megalith.data.chat_format import ChatFormat, tokenizer_file
+    from megalith.data.chat.format import ChatFormat, tokenizer_file
     from megalith.data.conversations import learned_sequences
     from megalith.data.indexed_dataset import IndexedDataset
     from megalith.data.prepare import prepare as prepare_dataset

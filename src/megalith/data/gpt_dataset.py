@@ -124,7 +124,7 @@ class GPTDataset:
     Raises:
         ConfigError: ``seq_length`` is below 1.
         DataError: the files cannot be read, do not hold token ids, hold fewer than two, or hold conversations
-            (``chat_dataset.py``); or, when a sample is read, it has a token id that is not below ``vocab_size``.
+            (``chat/dataset.py``); or, when a sample is read, it has a token id that is not below ``vocab_size``.
     """
 
     def __init__(

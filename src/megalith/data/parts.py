@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megalith.data.chat_encoder import ChatEncoder
-from megalith.data.chat_format import ChatFormat
-from megalith.data.chat_records import CHAT_FIELDS
+from megalith.data.chat.encoder import ChatEncoder
+from megalith.data.chat.format import ChatFormat
+from megalith.data.chat.records import CHAT_FIELDS
 from megalith.data.documents import BLOCK_BYTES, Piece, place_of, read_pieces, read_records, row_group_bytes
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype, remove_dataset

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalith.data.chat_format import ChatFormat
+from megalith.data.chat.format import ChatFormat
+from megalith.data.chat.turn_ends import turn_ends
 from megalith.data.documents import BLOCK_BYTES
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, files_of, remove_dataset
@@ -34,7 +35,6 @@ from megalith.data.sidecar import Sidecar
 from megalith.data.sources import Sources, find_sources
 from megalith.data.special_tokens import SPECIAL_TOKENS, text_frame
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
-from megalith.data.turn_ends import turn_ends
 from megalith.data.workers import encode_parts
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.storage import LocalStore, RunLock, explained, fsync_folder
@@ -176,7 +176,7 @@ def prepare(
         bos: prepend ``Tokenizer.begin`` to documents, unless ``split_sentences`` is set.
         special_tokens: add special tokens to the trained tokenizer, for "bert", "t5" or "fim". With "bert" or "t5",
             but not both, its file also makes transformers add the tokens that the model expects around a text.
-        chat: the inputs hold conversations (``chat_encoder.py``), not texts; ``key`` is not used. Needs ``tokenizer``.
+        chat: the inputs hold conversations (``chat/encoder.py``), not texts; ``key`` is not used. Needs ``tokenizer``.
         processes: encoding processes. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: called now and then with the phase, the bytes done and the total.
 

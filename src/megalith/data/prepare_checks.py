@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalith.data.chat_encoder import ChatEncoder
-from megalith.data.chat_format import ChatFormat
+from megalith.data.chat.encoder import ChatEncoder
+from megalith.data.chat.format import ChatFormat
 from megalith.data.sources import Sources
 from megalith.data.special_tokens import SPECIAL_TOKENS
 from megalith.data.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.data.blended_dataset import BlendedDataset
-from megalith.data.chat_dataset import ChatDataset
+from megalith.data.chat.dataset import ChatDataset
 from megalith.data.samples import Samples
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.wording import counted

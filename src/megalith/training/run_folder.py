@@ -11,7 +11,7 @@ eod.json           {"id", "begin", "ends"}: tokens that end a document, begin a 
 from pathlib import Path
 
 from megalith.config import RunConfig, dump_yaml
-from megalith.data.chat_format import companions_with_templates
+from megalith.data.chat.format import companions_with_templates
 from megalith.data.sidecar import ChatOrigin
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megalith.config import load_run
-from megalith.data.chat_dataset import ChatDataset
+from megalith.data.chat.dataset import ChatDataset
 from megalith.data.tokenizer import train_byte_level_bpe
 from megalith.models.hf import open_folder, parameter_shapes
 from megalith.numerics.tolerance import NOISE_FLOAT32, gradient_error
 from megalith.training.tasks.origin import settings_from
-from tests.data.chats import CHATS, GENERATION, SPECIAL, assistant, prepare_chats, user
+from tests.data.chat.examples import CHATS, GENERATION, SPECIAL, assistant, prepare_chats, user
 from tests.models.hf.peers import as_in_files
 from tests.rank_pool import ranks
 from tests.tiny_run import settings

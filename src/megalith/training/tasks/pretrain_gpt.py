@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalith.config import RunConfig
 from megalith.config.layout import Layout
 from megalith.data.blended_dataset import blended
-from megalith.data.chat_dataset import ChatDataset, HeldOutChats
+from megalith.data.chat.dataset import ChatDataset, HeldOutChats
 from megalith.data.conversations import holds_conversations
 from megalith.data.fill_in_the_middle import FillInTheMiddle
 from megalith.data.gpt_dataset import (

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from megalith.data.chat_format import ChatFormat
+from megalith.data.chat.format import ChatFormat
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.tokenizer import train_byte_level_bpe
 from megalith.storage import open_store
 from megalith.training.kept import kept_tokenizer
 from megalith.training.tasks.conversion import export_model, import_model
-from tests.data.chats import write_lines
+from tests.data.chat.examples import write_lines
 from tests.program import here
 from tests.training.tasks.conversion.folders import write_folder
 

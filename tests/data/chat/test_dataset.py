@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.config import MaskingConfig
-from megalith.data.chat_dataset import ChatDataset, HeldOutChats
-from megalith.data.chat_packing import pack_rows
+from megalith.data.chat.dataset import ChatDataset, HeldOutChats
+from megalith.data.chat.packing import pack_rows
 from megalith.data.gpt_dataset import EvaluationDataset, GPTDataset, GPTSample
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.prepare import prepare
 from megalith.data.t5_dataset import T5Dataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
-from tests.data.chats import conversations, write_conversations
+from tests.data.chat.examples import conversations, write_conversations
 
 Chat = tuple[tuple[int, ...], tuple[bool, ...]]
 

@@ -7,7 +7,7 @@ the assistant writes in ``{% generation %}`` blocks. A token is learned if it ha
 a special token if its first character, not counting whitespace that it includes, is in one.
 
 Special tokens that the template writes are encoded as such. A message that spells one must not forge it: what it spells
-is encoded as ordinary text (see ``chat_special.py``).
+is encoded as ordinary text (see ``special_tokens.py``).
 """
 
 import logging
@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from megalith.data.chat_format import ChatFormat
-from megalith.data.chat_records import ASSISTANT, ChatRecord, learned_turns, read_record
-from megalith.data.chat_special import SpecialTokens, absent, texts_in
-from megalith.data.chat_template import ChatTemplate, Message
+from megalith.data.chat.format import ChatFormat
+from megalith.data.chat.records import ASSISTANT, ChatRecord, learned_turns, read_record
+from megalith.data.chat.special_tokens import SpecialTokens, absent, texts_in
+from megalith.data.chat.template import ChatTemplate, Message
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 
@@ -52,7 +52,7 @@ class EncodedChat:
 
 
 class ChatEncoder:
-    """Encodes records of the forms in ``chat_records.py``.
+    """Encodes records of the forms in ``records.py``.
 
     Args:
         warn: log a warning if a template ends prompts without the header of an answer, which is then learned.

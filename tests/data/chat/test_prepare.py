@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from megalith.cli.data import app
-from megalith.data.chat_encoder import ChatEncoder
-from megalith.data.chat_format import ChatFormat
+from megalith.data.chat.encoder import ChatEncoder
+from megalith.data.chat.format import ChatFormat
 from megalith.data.conversations import learned_sequences
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
-from tests.data.chats import (
+from tests.data.chat.examples import (
     CHATML,
     CHATS,
     INSTRUCTIONS,

@@ -1,6 +1,6 @@
 """Samples for supervised fine-tuning: whole conversations packed into rows, with a loss on what the assistant writes.
 
-A row holds conversations one after the other (``chat_packing.py``), and padding without a loss at its end. Of a
+A row holds conversations one after the other (``packing.py``), and padding without a loss at its end. Of a
 conversation of n tokens it holds n - 1, each with the next one as its label; the last one predicts nothing. The
 documents of a row are kept apart: a conversation is computed as if it were alone.
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.config.data_config import LongConversations
-from megalith.data.chat_packing import pack_rows
+from megalith.data.chat.packing import pack_rows
 from megalith.data.conversations import holds_conversations, learned_sequences
 from megalith.data.fingerprint import fingerprint
 from megalith.data.gpt_dataset import GPTSample

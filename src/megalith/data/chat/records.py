@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalith.data.chat_template import Message
+from megalith.data.chat.template import Message
 from megalith.errors import DataError
 
 __all__ = ["ASSISTANT", "CHAT_FIELDS", "ChatRecord", "learned_turns", "read_record"]

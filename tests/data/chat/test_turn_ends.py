@@ -2,10 +2,10 @@
 
 import pytest
 
+from megalith.data.chat.turn_ends import turn_ends
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.tokenizer import Tokenizer
-from megalith.data.turn_ends import turn_ends
-from tests.data.chats import CHATML, CHATS, INSTRUCTIONS, TURNS, assistant, prepare_chats, user, write_tokenizer
+from tests.data.chat.examples import CHATML, CHATS, INSTRUCTIONS, TURNS, assistant, prepare_chats, user, write_tokenizer
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 BLOCKS = """{% for m in messages %}<turn>{% if m.role == 'assistant' %}

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from megalith.data.chat_encoder import ChatEncoder, EncodedChat
-from megalith.data.chat_format import ChatFormat
-from megalith.data.chat_special import SpecialTokens
-from megalith.data.chat_template import ChatTemplate
+from megalith.data.chat.encoder import ChatEncoder, EncodedChat
+from megalith.data.chat.format import ChatFormat
+from megalith.data.chat.special_tokens import SpecialTokens
+from megalith.data.chat.template import ChatTemplate
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 from megalith.errors import DataError
-from tests.data.chats import CHATML, SPECIAL, assistant, tokenizer, user
+from tests.data.chat.examples import CHATML, SPECIAL, assistant, tokenizer, user
 
 # one user message, written by an expression, and one answer
 ONE = "<|im_start|>%s<|im_end|><|im_start|>{%% generation %%}{{ messages[1].content }}{%% endgeneration %%}<|im_end|>"

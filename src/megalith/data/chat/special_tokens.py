@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megalith.data.chat_template import ChatTemplate
+from megalith.data.chat.template import ChatTemplate
 from megalith.errors import DataError
 
 __all__ = ["SpecialTokens", "absent", "mapped", "texts_in"]

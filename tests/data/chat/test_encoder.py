@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from megalith.data import chat_template
-from megalith.data.chat_encoder import ChatEncoder
-from megalith.data.chat_format import ChatFormat
+from megalith.data.chat.encoder import ChatEncoder
+from megalith.data.chat.format import ChatFormat
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
-from tests.data.chats import (
+from tests.data.chat.examples import (
     CHATML,
     CHATS,
     GENERATION,
@@ -152,7 +151,7 @@ def test_the_clock_is_read_once(monkeypatch):
         def now(cls, tz: Any = None) -> datetime:
             return datetime(2026, 1, next(cls.days))
 
-    monkeypatch.setattr(chat_template, "datetime", Clock)
+    monkeypatch.setattr("megalith.data.chat.template.datetime", Clock)
     dated = encoder("{{ strftime_now('%d') }} " + CHATML)
     for _ in range(2):
         [found] = dated({"messages": CHATS[1]})
@@ -181,7 +180,7 @@ def test_a_special_token_that_includes_whitespace_around_it_counts_where_it_begi
 
 
 def warnings_in(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "megalith.data.chat_encoder"]
+    return [record.getMessage() for record in caplog.records if record.name == "megalith.data.chat.encoder"]
 
 
 def test_that_a_template_has_the_model_write_a_header_is_said_once(caplog):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import DataError
-from tests.data.chats import CHATML, CHATS, assistant, encode, encoder, runs, user
+from tests.data.chat.examples import CHATML, CHATS, assistant, encode, encoder, runs, user
 
 
 def test_with_a_template_prompt_and_completion_are_two_messages():

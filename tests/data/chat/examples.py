@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megalith.data.chat_encoder import ChatEncoder, EncodedChat
-from megalith.data.chat_format import ChatFormat
+from megalith.data.chat.encoder import ChatEncoder, EncodedChat
+from megalith.data.chat.format import ChatFormat
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.prepare import PrepareSummary, prepare
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
