@@ -25,7 +25,7 @@ GLOBAL_STATE = {
     "src/megalith/config/recipes.py:_preset": "remembers a file of the wheel",
     "src/megalith/recipe_files.py:preset_names": "remembers names of files of the wheel",
     "src/megalith/recipe_files.py:recipe_names": "remembers names of files of the wheel",
-    "src/megalith/data/parts.py:_tokenizer": "the tokenizer that a worker process loads once",
+    "src/megalith/data/prepare/parts.py:_tokenizer": "the tokenizer that a worker process loads once",
     "src/megalith/fusions/core/preference.py:ranking": "what `prefer` has set, for all threads of a process",
     "src/megalith/fusions/core/preference.py:_backend": "what `use` says, to the thread or task that says it",
     "src/megalith/fusions/core/registry.py:FUSIONS": "the operations there are, as their families are imported",

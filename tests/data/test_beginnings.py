@@ -7,9 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 
-from megalith.data import documents, parts
 from megalith.data.indexed_dataset import IndexedDataset
-from megalith.data.prepare import prepare
+from megalith.data.prepare import documents, parts, prepare
 from megalith.data.tokenizer import EOD, Tokenizer, train_byte_level_bpe
 from megalith.errors import ConfigError, DataError
 

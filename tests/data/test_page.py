@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megalith.data import sources
+from megalith.data.prepare import sources
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 

@@ -16,7 +16,7 @@ from megalith.wording import counted
 
 if TYPE_CHECKING:
     from megalith.data.prepare import PrepareSummary, Progress
-    from megalith.data.sources import Sources
+    from megalith.data.prepare.sources import Sources
 
 __all__ = ["app"]
 

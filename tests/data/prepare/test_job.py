@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megalith.data import documents, parts
 from megalith.data.indexed_dataset import IndexedDataset
-from megalith.data.prepare import prepare
+from megalith.data.prepare import documents, parts, prepare
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 from megalith.errors import ConfigError, DataError, MegalithError, StorageError
 from megalith.storage import RunLock
@@ -129,8 +128,7 @@ def test_the_folder_that_the_inputs_lie_in_does_not_matter(inputs, corpus, expec
 
 JOB = """
 import multiprocessing, sys, time
-from megalith.data import documents, parts
-from megalith.data.prepare import prepare
+from megalith.data.prepare import documents, parts, prepare
 parts._LEAST_BYTES = 4 * documents.BLOCK_BYTES
 moment, out, *inputs = sys.argv[1:]
 def progress(phase, done, total):

@@ -2,12 +2,11 @@
 
 import pytest
 
-from megalith.data import parts
 from megalith.data.indexed_dataset import IndexedDataset
-from megalith.data.prepare import prepare
-from megalith.data.sources import find_sources
+from megalith.data.prepare import parts, prepare
+from megalith.data.prepare.sources import find_sources
 from megalith.data.tokenizer import train_byte_level_bpe
-from tests.data.test_prepare import digests, documents_of
+from tests.data.prepare.test_job import digests, documents_of
 
 TEXTS = [f"text number {n}\n" * 20 for n in range(20)]
 

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from megalith.data import documents, parts
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megalith.data.parts import Encoding, append_part, encode_part, is_encoded, plan_parts, training_texts
-from megalith.data.sources import find_sources
+from megalith.data.prepare import documents, parts
+from megalith.data.prepare.parts import Encoding, append_part, encode_part, is_encoded, plan_parts, training_texts
+from megalith.data.prepare.sources import find_sources
 from megalith.data.tokenizer import train_byte_level_bpe
 
 LONG = "".join(f"line {n} of a long text\n" for n in range(200))

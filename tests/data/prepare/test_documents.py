@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megalith.data import documents
-from megalith.data.documents import read_pieces, read_records, row_group_bytes
-from megalith.data.sources import find_sources
+from megalith.data.prepare import documents
+from megalith.data.prepare.documents import read_pieces, read_records, row_group_bytes
+from megalith.data.prepare.sources import find_sources
 from megalith.errors import DataError, MissingDependencyError
 
 TEXT = "".join(f"line {n} naïve 🦜\n" * (n % 4) + "\n" * (n % 3) for n in range(60)) + "日本" * 200 + "\nend"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from megalith import optional
-from megalith.data.sources import Source
+from megalith.data.prepare.sources import Source
 from megalith.errors import DataError
 
 __all__ = ["BLOCK_BYTES", "Piece", "place_of", "read_pieces", "read_records", "row_group_bytes"]

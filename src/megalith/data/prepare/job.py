@@ -17,10 +17,11 @@ from pathlib import Path
 
 from megalith.data.chat.format import ChatFormat
 from megalith.data.chat.turn_ends import turn_ends
-from megalith.data.documents import BLOCK_BYTES
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, files_of, remove_dataset
-from megalith.data.parts import (
+from megalith.data.prepare.checks import check_begins, check_chats, check_tokenizer_choice
+from megalith.data.prepare.documents import BLOCK_BYTES
+from megalith.data.prepare.parts import (
     Encoding,
     Part,
     Split,
@@ -30,12 +31,11 @@ from megalith.data.parts import (
     training_parts,
     training_texts,
 )
-from megalith.data.prepare_checks import check_begins, check_chats, check_tokenizer_choice
+from megalith.data.prepare.sources import Sources, find_sources
+from megalith.data.prepare.workers import encode_parts
 from megalith.data.sidecar import Sidecar
-from megalith.data.sources import Sources, find_sources
 from megalith.data.special_tokens import SPECIAL_TOKENS, text_frame
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
-from megalith.data.workers import encode_parts
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.storage import LocalStore, RunLock, explained, fsync_folder
 from megalith.wording import counted

@@ -9,7 +9,7 @@ from tokenizers import models, pre_tokenizers
 
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.prepare import prepare
-from megalith.data.sentences import split_sentences
+from megalith.data.prepare.sentences import split_sentences
 from megalith.data.special_tokens import bert_tokens, t5_tokens
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 from megalith.errors import ConfigError, DataError

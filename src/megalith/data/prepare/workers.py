@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 
-from megalith.data.parts import Encoding, Part, encode_part, is_encoded
+from megalith.data.prepare.parts import Encoding, Part, encode_part, is_encoded
 from megalith.errors import MegalithError
 
 __all__ = ["encode_parts"]

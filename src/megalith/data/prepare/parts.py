@@ -16,11 +16,11 @@ from typing import Any, Literal
 from megalith.data.chat.encoder import ChatEncoder
 from megalith.data.chat.format import ChatFormat
 from megalith.data.chat.records import CHAT_FIELDS
-from megalith.data.documents import BLOCK_BYTES, Piece, place_of, read_pieces, read_records, row_group_bytes
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype, remove_dataset
-from megalith.data.sentences import split_sentences
-from megalith.data.sources import Source
+from megalith.data.prepare.documents import BLOCK_BYTES, Piece, place_of, read_pieces, read_records, row_group_bytes
+from megalith.data.prepare.sentences import split_sentences
+from megalith.data.prepare.sources import Source
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 

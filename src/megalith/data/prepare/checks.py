@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megalith.data.chat.encoder import ChatEncoder
 from megalith.data.chat.format import ChatFormat
-from megalith.data.sources import Sources
+from megalith.data.prepare.sources import Sources
 from megalith.data.special_tokens import SPECIAL_TOKENS
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError

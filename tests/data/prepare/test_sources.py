@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.data.sources import find_sources
+from megalith.data.prepare.sources import find_sources
 from megalith.errors import DataError
 
 
