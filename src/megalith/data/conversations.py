@@ -1,4 +1,7 @@
-"""What has a loss in a dataset of conversations; ``Sidecar.conversations`` says how its sequences alternate."""
+"""Datasets that hold something else than plain texts: conversations, and pairs of a query and a passage.
+
+``Sidecar.conversations`` and ``Sidecar.pairs`` say what their sequences are.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,12 +9,17 @@ from numpy.typing import NDArray
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.errors import DataError
 
-__all__ = ["holds_conversations", "learned_sequences", "require_text"]
+__all__ = ["holds_conversations", "holds_pairs", "learned_sequences", "require_text"]
 
 
 def holds_conversations(dataset: IndexedDataset) -> bool:
     """Whether only some tokens of ``dataset`` have a loss."""
     return dataset.sidecar is not None and dataset.sidecar.conversations
+
+
+def holds_pairs(dataset: IndexedDataset) -> bool:
+    """Whether each document of ``dataset`` is a query, its positive passage, and hard negatives."""
+    return dataset.sidecar is not None and dataset.sidecar.pairs
 
 
 def learned_sequences(dataset: IndexedDataset) -> NDArray[np.bool_]:
@@ -22,9 +30,14 @@ def learned_sequences(dataset: IndexedDataset) -> NDArray[np.bool_]:
 
 
 def require_text(dataset: IndexedDataset) -> None:
-    """Raises DataError if ``dataset`` holds conversations: a dataset of texts would learn what has no loss."""
+    """Raises DataError if ``dataset`` holds conversations, most of which has no loss, or pairs, which are no text."""
     if holds_conversations(dataset):
         raise DataError(
             f"{dataset.prefix} must contain texts; it holds conversations (megalith data chat), on which only a GPT is "
             "trained; prepare texts with: megalith data prepare"
+        )
+    if holds_pairs(dataset):
+        raise DataError(
+            f"{dataset.prefix} must contain texts; it holds pairs of a query and a passage (megalith data pairs), on "
+            "which only an embedding model is trained; prepare texts with: megalith data prepare"
         )

@@ -48,6 +48,7 @@ class Sidecar(BaseModel):
     ``min_token_id`` and ``max_token_id`` describe the tokens in ``.bin``; None if there are no tokens, or if an earlier
     version wrote the file. With ``conversations``, the sequences of a document alternate: 0, 2, ... are context without
     a loss, and 1, 3, ... are learned; they may be empty. ``chat`` says how they became text; None if it is not known.
+    With ``pairs``, the sequences of a document are a query, its positive passage, and hard negatives of it, if any.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -69,6 +70,7 @@ class Sidecar(BaseModel):
     job: str | None = None
     conversations: bool = False
     chat: ChatOrigin | None = None
+    pairs: bool = False
 
     @property
     def token_id_range(self) -> tuple[int, int] | None:
@@ -94,7 +96,8 @@ class Sidecar(BaseModel):
 
     def write(self, path: Path) -> None:
         """Writes and fsyncs ``path``, not atomically: the caller publishes it."""
-        fields = self.model_dump(exclude={"chat"} if self.chat is None else None)  # texts have no such field
+        # texts have no such fields
+        fields = self.model_dump(exclude={name for name in ("chat", "pairs") if not getattr(self, name)})
         with path.open("w", encoding="utf-8") as file:
             file.write(json.dumps(fields, indent=1) + "\n")
             file.flush()

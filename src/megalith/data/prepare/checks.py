@@ -9,8 +9,9 @@ from megalith.data.prepare.sources import Sources
 from megalith.data.special_tokens import SPECIAL_TOKENS
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
+from megalith.storage import explained
 
-__all__ = ["check_begins", "check_chats", "check_tokenizer_choice"]
+__all__ = ["check_begins", "check_chats", "check_prefix", "check_tokenizer_choice"]
 
 
 def check_tokenizer_choice(
@@ -30,6 +31,14 @@ def check_tokenizer_choice(
     for kind in special_tokens:
         if kind not in SPECIAL_TOKENS:
             raise ConfigError(f"--special-tokens must be one of {', '.join(SPECIAL_TOKENS)}; got {kind!r}")
+
+
+def check_prefix(out: Path) -> None:
+    """Raises ConfigError if ``out`` names a folder, and StorageError if it cannot be read."""
+    with explained("write", out):
+        is_folder = not out.name or out.is_dir()
+    if is_folder:
+        raise ConfigError(f"--out ({out}) must be a file name prefix, not a folder; for example {out / 'corpus'}")
 
 
 def check_begins(tokenizer: Tokenizer | None, *, bos: bool, split_sentences: bool) -> None:

@@ -15,7 +15,7 @@ from megalith import optional
 from megalith.data.prepare.sources import Source
 from megalith.errors import DataError
 
-__all__ = ["BLOCK_BYTES", "Piece", "place_of", "read_pieces", "read_records", "row_group_bytes"]
+__all__ = ["BLOCK_BYTES", "Piece", "place_of", "read_pieces", "read_records", "row_group_bytes", "text_pieces"]
 
 BLOCK_BYTES = 1 << 16  # encoding takes about 250 bytes of memory per byte
 _LONGEST_LINE = 1 << 27  # bytes of a document in .jsonl; parsing needs a few times as much memory
@@ -82,6 +82,19 @@ def read_records(
 def place_of(source: Source, document: int) -> str:
     """``path, line n,`` or ``path, row n,`` for the record at position ``document``."""
     return f"{source.path}, row {document}," if source.format == "parquet" else _place(source, document)
+
+
+def text_pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """Yields pieces of at most BLOCK_BYTES characters, cut at line ends if possible, and whether each is the last."""
+    start = 0
+    while True:
+        stop = len(text)
+        if stop - start > BLOCK_BYTES:
+            stop = text.rfind("\n", start, start + BLOCK_BYTES) + 1 or start + BLOCK_BYTES
+        yield text[start:stop], stop == len(text)
+        if stop == len(text):
+            return
+        start = stop
 
 
 @contextmanager
@@ -160,10 +173,19 @@ def _object_of(source: Source, line: bytes, offset: int) -> dict[str, Any]:
     try:
         document = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{_place(source, offset)} must be one JSON object in UTF-8; {error}") from error
+        way_out = _way_out(source, line)
+        raise DataError(f"{_place(source, offset)} must be one JSON object in UTF-8; {error}; {way_out}") from error
     if not isinstance(document, dict):
-        raise DataError(f"{_place(source, offset)} must be a JSON object; got {type(document).__name__}")
+        given = type(document).__name__
+        raise DataError(f"{_place(source, offset)} must be a JSON object; got {given}; {_way_out(source, line)}")
     return document
+
+
+def _way_out(source: Source, line: bytes) -> str:
+    """How to fix a ``line`` that is not an object; a file that is one list begins with a bracket."""
+    if line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+        return f"write each object of the list on its own line, for example with: jq -c '.[]' {source.path.name}"
+    return "write one object per line"
 
 
 def _text_of(source: Source, line: bytes, offset: int, key: str) -> str:
@@ -251,14 +273,5 @@ def _open_parquet(source: Source) -> Any:
 
 
 def _cut(document: int, text: str) -> Iterator[Piece]:
-    """``text`` in pieces of at most BLOCK_BYTES characters, cut at line ends if possible."""
-    start = 0
-    while True:
-        stop = len(text)
-        if stop - start > BLOCK_BYTES:
-            stop = text.rfind("\n", start, start + BLOCK_BYTES) + 1 or start + BLOCK_BYTES
-        piece = text[start:stop]
-        yield Piece(document, piece, len(piece.encode()), stop == len(text))
-        if stop == len(text):
-            return
-        start = stop
+    for piece, is_last in text_pieces(text):
+        yield Piece(document, piece, len(piece.encode()), is_last)

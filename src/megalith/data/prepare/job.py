@@ -19,7 +19,7 @@ from megalith.data.chat.format import ChatFormat
 from megalith.data.chat.turn_ends import turn_ends
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, files_of, remove_dataset
-from megalith.data.prepare.checks import check_begins, check_chats, check_tokenizer_choice
+from megalith.data.prepare.checks import check_begins, check_chats, check_prefix, check_tokenizer_choice
 from megalith.data.prepare.documents import BLOCK_BYTES
 from megalith.data.prepare.parts import (
     Encoding,
@@ -199,10 +199,7 @@ def prepare(
 
 def _find(inputs: Sequence[str | Path], out: Path, valid: float | Sequence[str | Path]) -> tuple[Sources, float]:
     """The files to read, and the share of their documents to hold out."""
-    with explained("write", out):
-        is_folder = not out.name or out.is_dir()
-    if is_folder:
-        raise ConfigError(f"--out ({out}) must be a file name prefix, not a folder; for example {out / 'corpus'}")
+    check_prefix(out)
     fraction, held_out = (float(valid), ()) if isinstance(valid, int | float) else (0.0, tuple(valid))
     if not 0 <= fraction < 1:
         raise ConfigError(

@@ -1,0 +1,1 @@
+"""Queries with a relevant passage and hard negatives: the training data of text-embedding models."""
