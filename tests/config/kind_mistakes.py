@@ -31,6 +31,18 @@ KIND_MISTAKES = [
         r"model.bert.num_classes is missing: .*number of classes; use model.bert.num_classes=2",
     ),
     Mistake(
+        {**BERT, "model.bert.head": "embedding", "train.global_batch_size": 1, "train.micro_batch_size": 1},
+        r"global_batch_size \(1\) must be at least 2 with model.bert.head=embedding .*; use .*global_batch_size=2",
+    ),
+    Mistake(
+        {**BERT, "model.bert.similarity_temperature": 0.1},
+        r"model.bert.similarity_temperature \(0.1\) has no effect with model.bert.head=pretraining, only with .*=embedding",
+    ),
+    Mistake(
+        {"data.num_negatives": 1},
+        r"data.num_negatives \(1\) needs model.bert.head=embedding: .*; use data.num_negatives=null",
+    ),
+    Mistake(
         {**BERT, "model.bert.position_offset": 2},
         r"position_offset \(2\) has no effect with model.position_embedding_type=rope, .*; use .*position_offset=null",
     ),

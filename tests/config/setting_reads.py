@@ -62,7 +62,9 @@ class Program:
     def _declare(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                self.bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                # C[int] is C
+                bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+                self.bases[node.name] = [base.id for base in bases if isinstance(base, ast.Name)]
                 for part in node.body:
                     if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
                         self.attributes[node.name][part.target.id] |= annotated(part.annotation, node.name)

@@ -117,6 +117,7 @@ WIDTH, DEPTH = ("Outer", "width"), ("Inner", "depth")
         ("def f() -> Outer: ...\ndef g(): return f().width", {WIDTH}),
         ("class C:\n    outer: Outer\ndef f(c: C): return c.outer.inner.depth", {DEPTH}),
         ("class C:\n    outer: Outer\nclass D(C): ...\ndef f(d: D): return d.outer.width", {WIDTH}),
+        ("class C:\n    outer: Outer\nclass D(C[int]): ...\ndef f(d: D): return d.outer.width", {WIDTH}),
         (
             """
             class C:

@@ -10,14 +10,15 @@ from megalith.config import TransformerConfig, load_run, preset_names, recipe_na
 def test_a_recipe_runs_on_one_to_eight_ranks(recipe, world_size):
     config = load_run(recipe, ["data.train=corpus"], world_size=world_size)
     assert config.run == f"runs/{recipe}"
-    assert config.model.preset == {"classification-tiny": "bert-tiny"}.get(recipe, recipe)
+    assert config.model.preset == {"classification-tiny": "bert-tiny", "embedding-tiny": "bert-tiny"}.get(
+        recipe, recipe
+    )
     assert config.data.train == "corpus"
 
 
 def test_there_are_recipes_to_begin_with():
-    assert {"llama-4m", "llama-28m", "gpt2-124m", "moe-tiny", "bert-tiny", "classification-tiny", "t5-tiny"} == set(
-        recipe_names()
-    )
+    of_encoders = {"bert-tiny", "classification-tiny", "embedding-tiny", "t5-tiny"}
+    assert {"llama-4m", "llama-28m", "gpt2-124m", "moe-tiny", *of_encoders} == set(recipe_names())
 
 
 # as published in the model cards and with GPT-2's released checkpoints; ours by hand

@@ -80,14 +80,13 @@ def num_operations() -> Counter[str]:
 
 
 def check(tree: dict[str, Any], num_ranks: int) -> None:
+    messages = {"send": Counter[Collective](), "receive": Counter[Collective]()}
     for rank, (found, counted) in enumerate(ranks(num_ranks, exchanged, tree, num_ranks)):
-        of_kind = {
-            kind: Counter({each._replace(kind=""): times for each, times in found.items() if each.kind == kind})
-            for kind in ("send", "receive")
-        }
-        assert of_kind["send"] == of_kind["receive"], f"on rank {rank}"
+        for kind, of_all in messages.items():
+            of_all.update({each._replace(kind=""): times for each, times in found.items() if each.kind == kind})
         recorded = {each: times for each, times in found.items() if each.kind != "receive"}
         assert recorded == counted, f"on rank {rank}"
+    assert messages["send"] == messages["receive"]
 
 
 def sample(names: list[str], shape: str) -> list[Any]:

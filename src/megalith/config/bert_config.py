@@ -20,9 +20,10 @@ class BertConfig(SettingsGroup):
         description="[types] of tokens with a learned embedding: 2 for sentence pairs, 1 for RoBERTa, 0: none",
         examples=[2],
     )
-    head: Literal["pretraining", "classification", "multiple_choice"] = Field(
+    head: Literal["pretraining", "classification", "multiple_choice", "embedding"] = Field(
         default="pretraining",
-        description="what the model predicts: masked tokens, the class of a text, or which of several texts fits",
+        description="what the model predicts: masked tokens, the class of a text, which of several texts fits, or an "
+        "embedding of a text for retrieval",
     )
     binary_head: bool = Field(
         default=True,
@@ -46,6 +47,23 @@ class BertConfig(SettingsGroup):
         default="tanh",
         description="activation after the pooler's linear layer; RoFormer uses model.activation",
     )
+    embedding_pooling: Literal["first", "mean"] = Field(
+        default="mean",
+        description="what a text's embedding is computed from: its first token, or the mean over all its tokens "
+        "including special ones",
+    )
+    embedding_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="[features] of an embedding, after a linear projection; null: model.hidden_size, no projection",
+    )
+    normalize_embeddings: bool = Field(
+        default=True, description="divide embeddings by their norm, so that similarities are cosines"
+    )
+    similarity_temperature: float = Field(
+        default=0.05, gt=0, description="[factor] by which similarities are divided in the contrastive loss"
+    )
     position_offset: int = Field(
         default=0,
         ge=0,
@@ -58,4 +76,6 @@ class BertConfig(SettingsGroup):
         """The number of scores that the model gives a text from its pooled state; 0 without a head for that."""
         if self.head == "pretraining":
             return 2 if self.binary_head else 0  # in order or swapped
+        if self.head == "embedding":
+            return 0
         return 1 if self.num_classes is None else self.num_classes  # of a choice; of each class

@@ -90,6 +90,12 @@ class DataConfig(SettingsGroup):
     masking: MaskingConfig | None = Field(
         default=None, description="which tokens are masked for a BERT or a T5 to predict"
     )
+    num_negatives: int = Field(
+        default=0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description="[passages] per query that are hard negatives, drawn from those in the dataset",
+    )
     decoder_seq_length: int | None = Field(
         default=None,
         ge=1,

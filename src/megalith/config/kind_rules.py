@@ -5,9 +5,16 @@ from types import MappingProxyType
 
 from megalith.config.draft import Draft, Violation
 
-__all__ = ["bert_positions_are_learned", "classes_are_counted", "only_decoders_write"]
+__all__ = [
+    "bert_positions_are_learned",
+    "classes_are_counted",
+    "negatives_are_of_queries",
+    "only_decoders_write",
+    "queries_have_negatives",
+]
 
 _BERT, _HEAD, _CLASSES = "model.bert.num_token_types", "model.bert.head", "model.bert.num_classes"
+_BATCH, _NEGATIVES = "train.global_batch_size", "data.num_negatives"
 _OFFSET, _POSITIONS = "model.bert.position_offset", "model.position_embedding_type"
 
 # a group that model.bert does not support -> a setting that the group always has, and the reason
@@ -35,6 +42,25 @@ def classes_are_counted(run: Draft) -> Iterator[Violation]:
     if run.get(_HEAD) == "classification" and run.get(_CLASSES) is None:
         message = f"{_CLASSES} is missing: {_HEAD}=classification needs the number of classes"
         yield Violation("classes_are_counted", _CLASSES, message, ({_CLASSES: 2},))
+
+
+def negatives_are_of_queries(run: Draft) -> Iterator[Violation]:
+    """data.num_negatives needs bert.head=embedding."""
+    number = run.get(_NEGATIVES)
+    if number and run.get(_HEAD) != "embedding":
+        message = f"{_NEGATIVES} ({number}) needs {_HEAD}=embedding: no other model compares a query with passages"
+        yield Violation("negatives_are_of_queries", _NEGATIVES, message, ({_NEGATIVES: None},))
+
+
+def queries_have_negatives(run: Draft) -> Iterator[Violation]:
+    """bert.head=embedding needs negatives: other samples in the global batch, or data.num_negatives."""
+    batch = run.get(_BATCH)
+    if run.get(_HEAD) == "embedding" and batch == 1 and not run.get(_NEGATIVES):
+        message = (
+            f"{_BATCH} ({batch}) must be at least 2 with {_HEAD}=embedding and without {_NEGATIVES}: the passages of "
+            "other queries in the batch are the negatives"
+        )
+        yield Violation("queries_have_negatives", _BATCH, message, ({_BATCH: 2}, {_NEGATIVES: 1}))
 
 
 def bert_positions_are_learned(run: Draft) -> Iterator[Violation]:

@@ -28,6 +28,9 @@ class Condition:
         return f"with {self.setting}" + (f"={' or '.join(map(str, self.values))}" if self.values else "")
 
 
+_HEAD, _CLASSIFIERS = "model.bert.head", ("classification", "multiple_choice")
+_OF_CLASSIFIERS = ("classifier_dropout", "classifier_pooling", "classifier_activation")
+_OF_EMBEDDINGS = ("embedding_pooling", "embedding_size", "normalize_embeddings", "similarity_temperature")
 _ROUTER = "model.moe.router"
 _SCALING = "model.rope.scaling.type"
 _LLAMA3 = ("low_freq_factor", "high_freq_factor")
@@ -45,11 +48,10 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _LLAMA3), Condition(_SCALING, ("llama3",))),
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _YARN), Condition(_SCALING, ("yarn",))),
         "model.attention.window_layers": Condition("model.attention.window"),
-        "model.bert.binary_head": Condition("model.bert.head", ("pretraining",)),
-        "model.bert.num_classes": Condition("model.bert.head", ("classification",)),
-        "model.bert.classifier_dropout": Condition("model.bert.head", ("classification", "multiple_choice")),
-        "model.bert.classifier_pooling": Condition("model.bert.head", ("classification", "multiple_choice")),
-        "model.bert.classifier_activation": Condition("model.bert.head", ("classification", "multiple_choice")),
+        "model.bert.binary_head": Condition(_HEAD, ("pretraining",)),
+        "model.bert.num_classes": Condition(_HEAD, ("classification",)),
+        **dict.fromkeys((f"model.bert.{name}" for name in _OF_CLASSIFIERS), Condition(_HEAD, _CLASSIFIERS)),
+        **dict.fromkeys((f"model.bert.{name}" for name in _OF_EMBEDDINGS), Condition(_HEAD, ("embedding",))),
         "model.moe.shared_expert_gate": Condition("model.moe.shared_ffn_hidden_size"),
         f"{_ROUTER}.group_score_topk": Condition(f"{_ROUTER}.num_groups"),
         f"{_ROUTER}.pre_softmax": Condition(f"{_ROUTER}.score_function", ("softmax",)),

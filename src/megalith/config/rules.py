@@ -22,7 +22,9 @@ from megalith.config.fp8_rules import (
 from megalith.config.kind_rules import (
     bert_positions_are_learned,
     classes_are_counted,
+    negatives_are_of_queries,
     only_decoders_write,
+    queries_have_negatives,
 )
 from megalith.config.layout_rules import (
     batches_divide_among_ranks,
@@ -129,6 +131,8 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     capacity_is_for_choices_by_score,
     only_decoders_write,
     classes_are_counted,
+    negatives_are_of_queries,
+    queries_have_negatives,
     bert_positions_are_learned,
     distances_go_past_the_exact_buckets,
     stacks_of_t5_are_plain,

@@ -1,4 +1,4 @@
-"""BERT: a bidirectional encoder, with heads that predict masked tokens or classify whole texts.
+"""BERT: a bidirectional encoder, with heads that predict masked tokens, or classify or embed whole texts.
 
     post-norm   norm(word + position + type), then layers with a norm after each residual sum
     pre-norm    word + position + type, then layers with norms before each part, and a final norm
@@ -17,6 +17,7 @@ from megalith.config import BertConfig, TransformerConfig
 from megalith.errors import ShapeError
 from megalith.models.heads import (
     ClassificationHead,
+    EmbeddingHead,
     MaskedLMTransform,
     Pooler,
     document_means,
@@ -83,7 +84,7 @@ class BertModel(LanguageModel):
     """An encoder with the head named by ``config.bert.head``; arguments and errors as in ``GPTModel``."""
 
     kind = "bert"
-    head_names = frozenset({"lm_transform", "lm_head", "pooler", "binary_head", "classifier"})
+    head_names = frozenset({"lm_transform", "lm_head", "pooler", "binary_head", "classifier", "embedder"})
 
     def __init__(
         self,
@@ -101,7 +102,8 @@ class BertModel(LanguageModel):
         self.lm_transform: MaskedLMTransform | None = None
         self.lm_head: ColumnParallelLinear | None = None
         self.pooler: Pooler | None = None
-        self._reads_means = False  # whether the pooler reads means instead of first tokens
+        self._reads_means = False  # whether the head reads means instead of first tokens
+        self.embedder: EmbeddingHead | None = None
         self.binary_head: ClassificationHead | None = None
         self.classifier: ClassificationHead | None = None
         if self.stage.has_head:
@@ -149,8 +151,8 @@ class BertModel(LanguageModel):
         Under context parallelism S stands for S/cp: this rank's tokens, those at ``zigzag_positions``.
 
         Returns:
-            ``BertOutput``; logits [N, num_classes] for classification; [B, choices] for multiple choice; hidden states
-            [B, S, H]; embeddings [B, H]; or [S, B, H] from a stage without the head.
+            ``BertOutput``; logits [N, num_classes] for classification; [B, choices] for multiple choice; embeddings
+            [N, embedding_size]; hidden states [B, S, H]; embeddings [B, H]; or [S, B, H] from a stage without the head.
 
         Raises:
             ShapeError: as in ``GPTModel``; labels or masks of another shape; padding between tokens; ``attention_mask``
@@ -198,8 +200,9 @@ class BertModel(LanguageModel):
     def _check_given(self, tokens: Tensor, labels: Tensor | None, token_types: Tensor | None) -> None:
         if labels is not None and self.head != "pretraining":
             raise ShapeError(
-                f"labels are only for bert.head=pretraining; bert.head={self.head} returns logits: leave labels out, "
-                "and compute the loss from the logits with torch.nn.functional.cross_entropy"
+                f"labels are only for bert.head=pretraining; bert.head={self.head} returns "
+                f"{'embeddings' if self.head == 'embedding' else 'logits'}: leave labels out, and compute the loss "
+                "from them"
             )
         check_labels(labels, tokens)
         bert = self.config.bert
@@ -230,6 +233,9 @@ class BertModel(LanguageModel):
         if self.lm_head is not None:
             found, hits = self._of_tokens(self.lm_head, x, labels)
             return BertOutput(found, self._of_texts(x, pooled_tokens, context), hits)
+        if self.embedder is not None:
+            embeddings: Tensor = self.embedder(self._states_of_texts(x, pooled_tokens, context))
+            return embeddings
         scores = self._of_texts(x, pooled_tokens, context)
         assert scores is not None, "only pretraining has no classifier"
         return scores if num_choices is None else scores.view(-1, num_choices)
@@ -237,6 +243,12 @@ class BertModel(LanguageModel):
     def _build_heads(self, config: TransformerConfig, bert: BertConfig) -> None:
         assert config.vocab_size is not None, "checked by LanguageModel"
         std, drops = config.init_method_std, bert.classifier_dropout
+        if bert.head == "embedding":
+            self._reads_means = bert.embedding_pooling == "mean"
+            self.embedder = EmbeddingHead(
+                config, self.options, bert.embedding_size, normalize=bert.normalize_embeddings
+            )
+            return
         if bert.head != "pretraining":
             self.pooler = Pooler(config, self.options, bert.classifier_activation)
             self._reads_means = bert.classifier_pooling == "mean"
@@ -277,13 +289,17 @@ class BertModel(LanguageModel):
         head = self.classifier if self.binary_head is None else self.binary_head
         if head is None or self.pooler is None:
             return None
+        pooled = self.pooler(self._states_of_texts(x, pooled_tokens, context))
+        key, S = context.token_dropout_key, x.shape[0]
+        of_pooled = None if key is None else replace(key, tokens=key.tokens[pooled_tokens // S, pooled_tokens % S])
+        scores: Tensor = head(pooled, of_pooled)
+        return scores
+
+    def _states_of_texts(self, x: Tensor, pooled_tokens: Tensor, context: LayerContext) -> Tensor:
+        """States [N, H] of the pooled tokens, or the means over their texts, of hidden states [S, B, H]."""
         S = x.shape[0]
         row, place = pooled_tokens // S, pooled_tokens % S
-        read = self._means(x, row, place, context.documents) if self._reads_means else x[place, row]  # [N, H]
-        pooled = self.pooler(read)
-        key = context.token_dropout_key
-        scores: Tensor = head(pooled, None if key is None else replace(key, tokens=key.tokens[row, place]))
-        return scores
+        return self._means(x, row, place, context.documents) if self._reads_means else x[place, row]
 
     def _means(self, x: Tensor, row: Tensor, place: Tensor, documents: PackedSeqParams | None) -> Tensor:
         """Means [N, H] over the documents of the tokens at ``place`` in ``row``, of hidden states [S/cp, B, H]."""

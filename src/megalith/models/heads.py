@@ -1,12 +1,14 @@
-"""Heads of an encoder: masked token prediction, classification of a text, and sentence embeddings.
+"""Heads of an encoder: masked token prediction, classification of a text, and text embeddings.
 
     masked token   norm(act(W x + b)), then the output projection over the vocabulary
     pooled         tanh(W x + b) of the first token; a classifier may pool the mean over a text's tokens instead, or use
                    another activation
     classes        W dropout(pooled) + b
+    embedding      e / |e|,  e = W x + b of the first token or of the mean; projection and norm are optional
 
-Devlin et al. 2019, "BERT", arXiv:1810.04805. Every rank of tp has complete hidden states here, [S, B, H] or some rows
-of them, and computes the same result: under sequence parallelism they are gathered once, before all heads.
+Devlin et al. 2019, "BERT", arXiv:1810.04805; Reimers and Gurevych 2019, "Sentence-BERT", arXiv:1908.10084. Every
+rank of tp has complete hidden states here, [S, B, H] or some rows of them, and computes the same result: under sequence
+parallelism they are gathered once, before all heads.
 """
 
 from dataclasses import replace
@@ -15,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.functional import normalize
 
 from megalith.config import TransformerConfig
 from megalith.numerics.dropout import DropoutKey, dropout
@@ -28,7 +31,15 @@ from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.mlp import plain_activation
 from megalith.transformer.normalization import Normalization
 
-__all__ = ["ClassificationHead", "MaskedLMTransform", "Pooler", "document_means", "mean_embeddings", "on_whole_rows"]
+__all__ = [
+    "ClassificationHead",
+    "EmbeddingHead",
+    "MaskedLMTransform",
+    "Pooler",
+    "document_means",
+    "mean_embeddings",
+    "on_whole_rows",
+]
 
 
 def on_whole_rows(options: BuildOptions) -> BuildOptions:
@@ -91,6 +102,29 @@ class ClassificationHead(nn.Module):
             pooled = dropout(pooled, drops.p, drops.key)
         scores: Tensor = self.linear(pooled)
         return scores
+
+
+class EmbeddingHead(nn.Module):
+    """Maps one state per text, of its first token or the mean over its tokens, to the text's embedding.
+
+    Args:
+        size: features of an embedding; None: those of a hidden state, without a projection.
+        normalize: divide embeddings by their norm; one that is zero stays zero.
+    """
+
+    def __init__(self, config: TransformerConfig, options: BuildOptions, size: int | None, *, normalize: bool) -> None:
+        super().__init__()
+        self.normalize, self.projection = normalize, None
+        if size is not None:
+            self.projection = ReplicatedLinear(
+                config.hidden_size, size, on_whole_rows(options), std=config.init_method_std, bias=True
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, H] -> [N, D] in float32, or wider for wider states."""
+        y = x if self.projection is None else self.projection(x)
+        wide = y.to(torch.promote_types(y.dtype, torch.float32))
+        return normalize(wide, dim=-1) if self.normalize else wide
 
 
 def document_means(

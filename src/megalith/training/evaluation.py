@@ -15,7 +15,7 @@ from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology.agreement import any_rank, attempt, everywhere
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.batch import collate_for, inputs_for
-from megalith.training.tasks.task import AnyTask
+from megalith.training.tasks.task import AnyTask, JointTask
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -90,6 +90,7 @@ def evaluate(
                 reading.settle("the held-out data cannot be read")
             found.add(batches, options)
             progress(min(num_samples, numbers.stop * dp_size * B), num_samples)
+        found.finish(options)
     evaluation = _evaluation(task, found.sums, found.counts, groups, device)
     return replace(evaluation, classes=tuple(task.class_names(dataset)))
 
@@ -101,6 +102,8 @@ class _Sums:
         self.task, self.pipeline, self.device = task, pipeline, device
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
+        self._outputs = list[Tensor]()  # kept until the end by a task that compares all samples
+        self._inputs = list[Any]()
 
     def add(self, batches: Sequence[Any], options: BuildOptions) -> None:
         """Runs the micro-batches through the model."""
@@ -110,7 +113,12 @@ class _Sums:
         def forward(model: nn.Module, index: int, hidden: Tensor | None) -> Tensor:
             inputs = inputs_of(model, index)
             output: Tensor = task.forward(model, inputs, hidden)
-            if self.pipeline.holds_output(model):
+            if not self.pipeline.holds_output(model):
+                return output
+            if isinstance(task, JointTask):
+                self._outputs.append(output)
+                self._inputs.append(inputs)
+            else:
                 for name, value in task.sums(output, inputs).items():
                     # stays on the device, to avoid a synchronization
                     self.sums[name] = value.double() + self.sums.get(name, 0.0)
@@ -120,6 +128,12 @@ class _Sums:
             for name, count in task.counts(batch).items():
                 self.counts[name] = self.counts.get(name, 0) + count
         self.pipeline.evaluate(len(batches), forward, lambda index: task.hidden_shape(batches[index], options))
+
+    def finish(self, options: BuildOptions) -> None:
+        """Compares the samples with each other, if the task does so. Collective over the ranks of a stage."""
+        if isinstance(self.task, JointTask) and self._outputs:
+            found = self.task.joint_sums(self._outputs, self._inputs, options.pg_collection)
+            self.sums = {name: value.double() for name, value in found.items()}
 
 
 def _evaluation(

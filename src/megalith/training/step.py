@@ -24,8 +24,10 @@ from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.agreement import all_gather, everywhere
 from megalith.training.batch import inputs_for
+from megalith.training.joint_loss import joint_loss
 from megalith.training.routing import RoutingTotals, routing_sums, routing_totals, update_routers_
 from megalith.training.run import Run
+from megalith.training.tasks.task import JointTask
 from megalith.transformer.step_record import StepRecord
 
 __all__ = ["StepResult", "StepTotals", "local_counts", "sum_totals", "train_step", "weighted_mean"]
@@ -134,6 +136,9 @@ def _forward_backward(
     The sums are zero on ranks without the last stage.
     """
     total = torch.zeros(len(coefficients), dtype=torch.float64, device=run.device)
+    joint = joint_loss(run, micro_batches, coefficients)
+    if joint is not None and joint.sums:
+        total.add_(torch.stack([joint.sums[name].double() for name in coefficients]))
     inputs_of = inputs_for(run.task, micro_batches, run.state.step, run.device, run.chunks[-1])
 
     def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
@@ -142,7 +147,9 @@ def _forward_backward(
         if not run.pipeline.holds_output(model):
             assert isinstance(output, Tensor), "all stages but the last output a tensor"
             return output
-        sums = run.task.sums(output, inputs)
+        if joint is not None:
+            return joint.seed(output, micro_batch)
+        sums = _sums(run, output, inputs)
         total.add_(torch.stack([sums[name].detach().double() for name in coefficients]))
         first, *others = (sums[name] * coefficient for name, coefficient in coefficients.items())
         return sum(others, start=first)
@@ -151,6 +158,13 @@ def _forward_backward(
         len(micro_batches), forward, lambda index: run.task.hidden_shape(micro_batches[index], run.options)
     )
     return total
+
+
+def _sums(run: Run, output: Any, inputs: Any) -> Mapping[str, Tensor]:
+    """Returns the sums of a micro-batch, compared with those of other ranks if the task compares samples."""
+    if isinstance(run.task, JointTask):
+        return run.task.joint_sums([output], [inputs], run.pg_collection)
+    return run.task.sums(output, inputs)
 
 
 def _reduce(

@@ -134,6 +134,8 @@ class _ModuleRecorder:
         return sorted(names, key=lambda name: places[name.rpartition(".")[0]], reverse=True)
 
     def _begin(self, chunk: nn.Module, _: Any) -> None:
+        if not torch.is_grad_enabled():  # the first of two passes of a JointTask, which computes the same
+            return
         run, consumed = self._run, self._run.state.consumed_samples
         sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
         groups, lengths = run.pg_collection, run.task.row_lengths
@@ -150,7 +152,8 @@ class _ModuleRecorder:
 
     def _end(self, chunk: nn.Module, _: Any, output: Tensor | tuple[Tensor, ...]) -> None:
         rows, self._rows = self._rows, None
-        assert rows is not None, "a forward pass has begun"
+        if rows is None:
+            return
         tokens = rows[-1]  # the last row of a sample is the one with a loss
         losses = output[0] if isinstance(output, tuple) else output  # the first of several outputs
         of_tokens = losses.shape[-2:] == tokens.t().shape  # a classifier has none

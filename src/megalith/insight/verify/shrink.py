@@ -31,6 +31,7 @@ _LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16}  # divisible by the shard and
 _WINDOW = 5  # ends inside the chunks of a context-parallel rank
 _PRIME, _EVEN = 61, 64  # vocabulary sizes
 _MOST_CLASSES = 3  # fewer than a context-parallel rank's tokens of a row, so that records cannot confuse the two
+_EMBEDDING_SIZE = 8
 _WIDEST_STD = 0.1
 _SMALLEST_EPS = 1e-6
 _FEW_ROWS = 0.7  # less than balanced loads, so that even those take several turns
@@ -183,10 +184,23 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
         "model.bert.num_classes": model.bert and model.bert.num_classes and min(model.bert.num_classes, _MOST_CLASSES),
         "data.seq_length": SEQ_LENGTH,
         "data.decoder_seq_length": None,  # the default has room for the masked tokens
+        **_embedding(model),
         **_latents(model),
         **_positions(model),
         **_windows(model, config.data.seq_length),
     }
+
+
+def _embedding(model: TransformerConfig) -> dict[str, Any]:
+    """Sizes of an embedding model: a row has room for a query and one passage.
+
+    The embeddings of an untrained model are nearly the same. A low temperature would enlarge the rounding of their
+    similarities beyond what float32 is allowed.
+    """
+    if model.bert is None or model.bert.head != "embedding":
+        return {}
+    size = model.bert.embedding_size and _EMBEDDING_SIZE
+    return {"model.bert.embedding_size": size, "model.bert.similarity_temperature": 1.0, "data.num_negatives": None}
 
 
 def _latents(model: TransformerConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ __all__ = ["write_data"]
 _NUM_DOCUMENTS = 64
 _MOST_SENTENCES, _LONGEST_SENTENCE = 8, 5  # per document; in tokens
 _AROUND_A_TEXT = 2  # special tokens around a text
+_LONGEST_QUERY, _LONGEST_PASSAGE = 2, 6  # tokens, with the special ones of both at most 12 of a row's 16
 _T5_TOKENS = ("<pad>", *(f"<extra_id_{number}>" for number in range(4)))
 _TOKENIZER = "tokenizer.json"
 
@@ -35,7 +36,15 @@ def write_data(prefix: Path, small: Tree) -> None:
         lengths = random.integers(1, SEQ_LENGTH, _NUM_DOCUMENTS)  # short, so that a row has several documents
         _write(prefix, vocab_size, [[np.append(random.integers(1, vocab_size, T), EOD)] for T in lengths])
         return
-    is_pretrained = bert is None or bert.get("head", "pretraining") == "pretraining"
+    head = "pretraining" if bert is None else bert.get("head", "pretraining")
+    if head == "embedding":
+        most = (_LONGEST_QUERY, _LONGEST_PASSAGE)
+        pairs = [
+            [random.integers(least, vocab_size, random.integers(1, T + 1)) for T in most] for _ in range(_NUM_DOCUMENTS)
+        ]
+        _write(prefix, vocab_size, pairs, special, pairs=True)
+        return
+    is_pretrained = head == "pretraining"
     most, longest = (_MOST_SENTENCES, _LONGEST_SENTENCE) if is_pretrained else (1, SEQ_LENGTH - _AROUND_A_TEXT)
     numbers = random.integers(min(2, most), most + 1, _NUM_DOCUMENTS)
     documents = [
@@ -50,9 +59,14 @@ def write_data(prefix: Path, small: Tree) -> None:
 
 
 def _write(
-    prefix: Path, vocab_size: int, documents: Sequence[Sequence[NDArray[np.int64]]], special: Sequence[str] = ()
+    prefix: Path,
+    vocab_size: int,
+    documents: Sequence[Sequence[NDArray[np.int64]]],
+    special: Sequence[str] = (),
+    *,
+    pairs: bool = False,
 ) -> None:
-    """Writes ``documents`` of sentences; with ``special`` tokens, also writes a tokenizer that has them."""
+    """Writes ``documents`` of sentences, or of ``pairs``; with ``special`` tokens also a tokenizer that has them."""
     beside: dict[str, Any] = {}
     if special:
         tokenizer = _tokenizer(vocab_size, special)
@@ -61,7 +75,7 @@ def _write(
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for sentences in documents:
             builder.add_document(np.concatenate(sentences), list(map(len, sentences)))
-        builder.finalize(vocab_size=vocab_size, eod=EOD, **beside)
+        builder.finalize(vocab_size=vocab_size, eod=EOD, pairs=pairs, **beside)
 
 
 def _tokenizer(vocab_size: int, special: Sequence[str]) -> Tokenizer:

@@ -1,7 +1,9 @@
 """The training cost of a BERT row, in closed form from the settings.
 
 Layers cost as in ``gpt_size``, with attention to all S positions. For a row of S tokens of which P are predicted, the
-head costs 3 x 2 P (H H + V H), and the pooler with its head 3 x 2 (H H + C H), for V words and C classes.
+head costs 3 x 2 P (H H + V H), the pooler with its head 3 x 2 (H H + C H), for V words and C classes, and the
+projection of N embeddings of size D 3 x 2 N D H. The similarities of embeddings are not counted: they depend on the
+batch size.
 """
 
 from megalith.config import TransformerConfig
@@ -17,12 +19,19 @@ def bert_flops_per_row(config: TransformerConfig, vocab_size: int, seq_length: i
     return sum(costs.layers) + costs.embedding + costs.head
 
 
-def bert_costs(config: TransformerConfig, vocab_size: int, seq_length: int, num_predicted: float) -> ModelCosts:
-    """Returns ``bert_flops_per_row`` by part; an embedding costs 0."""
+def bert_costs(
+    config: TransformerConfig, vocab_size: int, seq_length: int, num_predicted: float, num_texts: int = 1
+) -> ModelCosts:
+    """Returns ``bert_flops_per_row`` by part; looking up embeddings costs 0.
+
+    ``num_texts``: texts in a row that the head embeds.
+    """
     assert config.bert is not None, "the model is a BERT"
     H, bert = config.hidden_size, config.bert
     layers = [seq_length * layer_flops(config, index, seq_length, causal=False) for index in range(config.num_layers)]
     predicted = round(6 * num_predicted * (H * H + vocab_size * H)) if bert.head == "pretraining" else 0
     num_scores = bert.num_text_scores
     of_texts = 6 * (H * H + num_scores * H) if num_scores else 0
+    if bert.head == "embedding" and bert.embedding_size is not None:
+        of_texts = 6 * num_texts * bert.embedding_size * H
     return ModelCosts(tuple(layers), embedding=0, head=predicted + of_texts)

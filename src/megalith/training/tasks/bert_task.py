@@ -1,4 +1,4 @@
-"""What all BERT tasks share: the model, and the conversion of padded rows to its inputs."""
+"""What all tasks of an encoder share: the model, and the conversion of padded rows to its inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +24,11 @@ from megalith.training.tasks.masked_task import MaskedTask
 from megalith.training.tasks.task import StageTraffic
 from megalith.transformer.stage import Stage
 
-__all__ = ["BertInputs", "BertTask"]
+__all__ = ["BertInputs", "BertTask", "EncoderTask"]
 
 Sample = TypeVar("Sample")
+Batch = TypeVar("Batch")
+Inputs = TypeVar("Inputs")
 
 
 @dataclass(frozen=True)
@@ -53,23 +55,25 @@ class BertInputs:
     dropout_key: DropoutKey
 
 
-class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
+class EncoderTask(MaskedTask[Sample, Batch, Inputs]):
     """A task of the model that ``model.bert`` describes.
 
     Args:
         predicted: the average share of a row's tokens that are predicted.
+        num_texts: texts in a row that the head reads.
 
     Raises:
         ConfigError: as ``MaskedTask``; or ``data.decoder_seq_length`` is set.
     """
 
-    def __init__(self, config: RunConfig, predicted: float) -> None:
+    def __init__(self, config: RunConfig, *, predicted: float = 0.0, num_texts: int = 1) -> None:
         assert config.model.bert is not None, "the model is a BERT"
         assert config.model.vocab_size is not None, "set by preflight"
         if config.data.decoder_seq_length is not None:
             raise ConfigError("data.decoder_seq_length is for model.t5; model.bert has no decoder; leave it out")
         S = config.data.seq_length
-        super().__init__(config, bert_costs(config.model, config.model.vocab_size, S, predicted * S), S)
+        costs = bert_costs(config.model, config.model.vocab_size, S, predicted * S, num_texts)
+        super().__init__(config, costs, S)
         self.bert = config.model.bert
         if predicted:
             self.usual_labels = round(predicted * S * config.train.micro_batch_size / config.parallel.context)
@@ -81,6 +85,10 @@ class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
     def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
         """Counts traffic in closed form."""
         return bert_traffic(self.config, layout, stage or Stage.whole(self.config.model.num_layers))
+
+
+class BertTask(EncoderTask[Sample, BertBatch, BertInputs]):
+    """A task whose rows hold one text or a pair of segments; errors as ``EncoderTask``."""
 
     def hidden_shape(self, batch: BertBatch, options: BuildOptions) -> tuple[int, ...]:
         """[S/tp, B, H] under sequence parallelism, else [S, B, H]."""

@@ -4,10 +4,13 @@
     layer       see ``layer_traffic``                                                     4 X
     head        under sequence parallelism, whole rows are gathered once for all heads    1 X in forward
                 the loss of a masked token gathers three numbers, and sums a gradient [H]
-                a classifier that pools means sums those of each row's text, and of the padding after it, over
-                context: [B, 2, H]
+                a head that pools means sums those of a row's T texts, and of the padding after them, over context:
+                [B, T + 1, H]; only an embedding has more than one text in a row
+    step        embeddings of all R rows of a rank are summed over context and gathered over data: [R, T, D]; of their
+                passages, the texts' ids are gathered too
 
-The number of masked tokens depends on the text, so their traffic is given per token.
+The number of masked tokens depends on the text, so their traffic is given per token. A micro-batch in which every row
+is full sums one mean less.
 """
 
 import torch
@@ -17,7 +20,7 @@ from megalith.config.layout import Layout
 from megalith.parallel.sharding.traffic import Weight
 from megalith.parallel.tensor.cross_entropy import loss_traffic
 from megalith.parallel.tensor.regions import enter_traffic
-from megalith.parallel.traffic import Traffic, collective
+from megalith.parallel.traffic import Passes, Traffic, collective
 from megalith.training.tasks.layer_traffic import (
     LayerTraffic,
     embedding_weight,
@@ -36,15 +39,16 @@ def bert_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffi
     model, sequence, parts = config.model, config.parallel.sequence, LayerTraffic(config, layout)
     assert model.bert is not None, "the model is a BERT"
     S, reads_out = config.data.seq_length // layout.context, _reads_out(model)
-    micro_batch = Traffic()
+    ends, layers, forward = Passes(), Traffic(), Traffic()
     if stage.has_embedding:
-        embedding = parts.leave(S)
-        micro_batch += embedding.forward + embedding.backward
+        ends += parts.leave(S)
     if stage.has_head:
-        micro_batch += parts.enter(S).forward  # all tp ranks compute the same from it: no exchange in backward
-        micro_batch += _means_traffic(config, parts, model.bert)
+        ends += Passes(parts.enter(S).forward)  # all tp ranks compute the same from it: no exchange in backward
+        ends += _means_traffic(config, parts, model.bert)
+    blocks = {"self_attn": parts.self_attention(S), "mlp": parts.feed_forward(S)}
     for _ in stage.layers:
-        micro_batch += parts.layer({"self_attn": parts.self_attention(S), "mlp": parts.feed_forward(S)})
+        layers += parts.layer(blocks)
+        forward += sum((block.whole.forward for block in blocks.values()), start=Traffic())
     per_label = Traffic()
     if stage.has_head and model.bert.head == "pretraining":
         row = enter_traffic(model.hidden_size * parts.dtype.itemsize, layout.tensor, sequence_parallel=False)
@@ -52,22 +56,49 @@ def bert_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffi
         per_label = label.forward + label.backward
     shares_embedding = reads_out and stage.has_embedding != stage.has_head
     return StageTraffic(
-        micro_batch,
+        ends.forward + ends.backward + layers,
         per_label=per_label,
         units=[layer_weights(model, layout.tensor, sequence) for _ in stage.layers],
         rest=_other_weights(model, model.bert, stage, sequence),
         shared={"embedding": embedding_weight(model)} if shares_embedding else {},
         hidden_bytes=parts.hidden_bytes(S),
+        forward=ends.forward + forward,
+        per_step=_comparison_traffic(config, parts, model.bert) if stage.has_head else Traffic(),
     )
 
 
-def _means_traffic(config: RunConfig, parts: LayerTraffic, bert: BertConfig) -> Traffic:
-    """Counts the sums over context of pooled means, in forward and backward."""
-    if bert.head == "pretraining" or bert.classifier_pooling == "first":
+def _means_traffic(config: RunConfig, parts: LayerTraffic, bert: BertConfig) -> Passes:
+    """Counts the sums over context of pooled means."""
+    pooling = bert.embedding_pooling if bert.head == "embedding" else bert.classifier_pooling
+    if bert.head == "pretraining" or pooling == "first":
+        return Passes()
+    num_means = 1 + (2 + config.data.num_negatives if bert.head == "embedding" else 1)
+    num_bytes = num_means * config.train.micro_batch_size * config.model.hidden_size * _wide(parts).itemsize
+    sums = collective("context", "all_reduce", num_bytes, parts.layout.context)
+    return Passes(sums, sums)
+
+
+def _comparison_traffic(config: RunConfig, parts: LayerTraffic, bert: BertConfig) -> Traffic:
+    """Counts what a step exchanges to compare embeddings, in forward and backward."""
+    if bert.head != "embedding":
         return Traffic()
-    itemsize = torch.promote_types(parts.dtype, torch.float32).itemsize
-    sums = 2 * config.train.micro_batch_size * config.model.hidden_size * itemsize
-    return collective("context", "all_reduce", sums, parts.layout.context, times=2)
+    layout, num_passages = parts.layout, 1 + config.data.num_negatives
+    num_rows = config.train.global_batch_size // layout.data_parallel
+    num_features = bert.embedding_size or config.model.hidden_size
+    of_text = num_features * _wide(parts).itemsize
+    gathered = config.train.global_batch_size * num_passages * of_text
+    about = config.train.global_batch_size * (2 + num_passages) * 8  # int64: a row's batch, and the ids of its texts
+    sums = num_rows * (1 + num_passages) * of_text
+    return (
+        collective("context", "all_reduce", sums, layout.context, times=2)
+        + collective("data", "all_gather", gathered, layout.data_parallel)
+        + collective("data", "all_gather", about, layout.data_parallel)
+        + collective("data", "reduce_scatter", gathered, layout.data_parallel)
+    )
+
+
+def _wide(parts: LayerTraffic) -> torch.dtype:
+    return torch.promote_types(parts.dtype, torch.float32)
 
 
 def _other_weights(model: TransformerConfig, bert: BertConfig, stage: Stage, sequence: bool) -> list[Weight]:
@@ -88,6 +119,8 @@ def _other_weights(model: TransformerConfig, bert: BertConfig, stage: Stage, seq
         assert model.vocab_size is not None, "set by preflight"
         found += [*dense, *norm_weights(model, partial=False), Weight((model.vocab_size,), split=0)]
         found += [] if model.tie_word_embeddings else [embedding_weight(model)]  # the head has the same shape
+    if bert.head == "embedding" and bert.embedding_size is not None:
+        found += [Weight((bert.embedding_size, H)), Weight((bert.embedding_size,))]
     return [*found, *dense, Weight((num_scores, H)), Weight((num_scores,))] if num_scores else found
 
 

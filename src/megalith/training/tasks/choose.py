@@ -10,6 +10,7 @@ from megalith.training.tasks.pretrain_bert import PretrainBert
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.training.tasks.pretrain_t5 import PretrainT5
 from megalith.training.tasks.task import AnyTask
+from megalith.training.tasks.train_embedding import TrainEmbedding
 
 __all__ = ["task_of"]
 
@@ -19,6 +20,7 @@ _TASKS: Mapping[tuple[ModelKind, str | None], Callable[[RunConfig], AnyTask]] = 
         ("gpt", None): PretrainGPT,
         ("bert", "pretraining"): PretrainBert,
         ("bert", "classification"): FinetuneClassification,
+        ("bert", "embedding"): TrainEmbedding,
         ("t5", None): PretrainT5,
     }
 )

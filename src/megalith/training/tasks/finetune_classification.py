@@ -45,7 +45,7 @@ class FinetuneClassification(BertTask[LabelledText]):
     counted = "texts"
 
     def __init__(self, config: RunConfig) -> None:
-        super().__init__(config, predicted=0.0)
+        super().__init__(config)
         assert self.bert.num_classes is not None, "a config rule requires it"
         self.num_classes = self.bert.num_classes
         if config.data.masking is not None:

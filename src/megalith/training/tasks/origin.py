@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 # settings of model.bert that describe the head
 _OF_POOLERS = ("classifier_pooling", "classifier_activation")
-_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", *_OF_POOLERS)
+_OF_EMBEDDINGS = ("embedding_pooling", "embedding_size", "normalize_embeddings", "similarity_temperature")
+_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", *_OF_POOLERS, *_OF_EMBEDDINGS)
 
 
 def classes_at(location: str) -> tuple[str, ...]:

@@ -18,11 +18,12 @@ from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.parallel.sharding.traffic import Weight
 from megalith.parallel.traffic import Traffic
+from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stage import Stage
 from megalith.transformer.step_record import MicroBatchRecord
 
-__all__ = ["AnyTask", "StageTraffic", "Task", "TextSample", "TextWriter"]
+__all__ = ["AnyTask", "JointTask", "StageTraffic", "Task", "TextSample", "TextWriter"]
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch")
@@ -41,6 +42,9 @@ class StageTraffic:
         expert_units: the indices of the units that are experts.
         shared: the weights of which other stages have copies, by a name that all these stages use.
         hidden_bytes: size of the hidden states that stages send each other.
+        forward: the part of ``micro_batch`` that a forward without a backward exchanges, as the first pass of a
+            ``JointTask`` does.
+        per_step: what is exchanged once per step, whatever its micro-batches.
     """
 
     micro_batch: Traffic
@@ -50,6 +54,8 @@ class StageTraffic:
     shared: Mapping[str, Weight] = field(default_factory=dict)
     per_label: Traffic = field(default_factory=Traffic)
     hidden_bytes: int = 0
+    forward: Traffic = field(default_factory=Traffic)
+    per_step: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True)
@@ -210,6 +216,34 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         Raises ConfigError by default, because not every model writes text.
         """
         raise ConfigError(f"{type(self).__name__} does not generate text; leave train.generation out")
+
+
+class JointTask(Task[Sample, Batch, Inputs]):
+    """A task whose loss compares the samples of a whole global batch with each other, as in-batch negatives do.
+
+    A step first computes the outputs of all micro-batches, then the loss and its gradient with respect to them, and
+    propagates that in a second pass over the micro-batches ("GradCache", Gao et al. 2021, arXiv:2101.06983). A step of
+    one micro-batch per rank takes one pass. So the loss depends neither on the micro-batch size nor on the layout, and
+    memory is that of one micro-batch. Both passes drop the same elements, which depend on step and token alone.
+
+    In the last stage ``forward`` returns a tensor. In evaluation, all held-out samples are compared.
+    """
+
+    @abstractmethod
+    def joint_sums(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Inputs], pg_collection: ProcessGroupCollection
+    ) -> Mapping[str, Tensor]:
+        """Returns ``sums`` over this rank's samples, which are compared with those of all ranks.
+
+        Collective over the ranks with the same stage and part of the layers, which all have as many samples.
+
+        Args:
+            outputs, inputs: of each of this rank's micro-batches. Without gradients they are of an evaluation.
+        """
+
+    def sums(self, output: Tensor, inputs: Inputs) -> Mapping[str, Tensor]:
+        """``joint_sums`` over a single micro-batch."""
+        return self.joint_sums([output], [inputs], ProcessGroupCollection.single())
 
 
 AnyTask = Task[Any, Any, Any]

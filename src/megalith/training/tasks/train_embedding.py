@@ -1,0 +1,219 @@
+"""Trains an encoder to embed texts for retrieval: a query is close to its passage, and far from all other passages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megalith.config import RunConfig, batch_size_stages
+from megalith.data.blended_dataset import blended
+from megalith.data.pairs.dataset import PairBatch, PairDataset, PairSample, PairTexts, stack_pairs
+from megalith.data.samples import Samples
+from megalith.data.special_tokens import bert_tokens
+from megalith.device_copy import to_device
+from megalith.errors import ConfigError
+from megalith.models.contrastive import contrastive_losses, gather_passages, places_of_positives
+from megalith.models.language_model import hidden_shape
+from megalith.numerics.dropout import DropoutKey
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.context.zigzag import zigzag_positions
+from megalith.topology.collectives import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.tasks.bert_task import EncoderTask
+from megalith.training.tasks.shown_text import bracketed
+from megalith.training.tasks.task import JointTask
+
+__all__ = ["EmbeddingInputs", "TrainEmbedding"]
+
+_TOP = (1, 5, 20)  # as in DPR's evaluation, arXiv:2004.04906
+
+
+@dataclass(frozen=True)
+class EmbeddingInputs:
+    """A micro-batch as ``BertModel.forward`` takes it, and which texts its output embeds; T texts per row.
+
+    Attributes:
+        tokens, position_ids: int64 [B, S/cp]; positions restart in every text.
+        packed_seq_params: the texts of whole rows, and their padding.
+        pooled_tokens: int64 [N], the index of the first token of each text that begins on this rank.
+        slots: int64 [N], b * T + t for each of them.
+        text_ids: int64 [B, T].
+        row_ids: int64 [B].
+        is_counted: bool [B].
+        counted: int64 [n], the rows whose queries count on this rank.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    packed_seq_params: PackedSeqParams
+    pooled_tokens: Tensor
+    slots: Tensor
+    text_ids: Tensor
+    row_ids: Tensor
+    is_counted: Tensor
+    counted: Tensor
+    dropout_key: DropoutKey
+
+
+class TrainEmbedding(
+    EncoderTask[PairSample, PairBatch, EmbeddingInputs], JointTask[PairSample, PairBatch, EmbeddingInputs]
+):
+    """Contrastive training: the term ``contrastive`` is the mean negative log-likelihood in nats of a query's passage.
+
+    The candidates are all passages of the global batch, positives and hard negatives, in any layout and with any
+    micro-batch size. In evaluation they are those of as many consecutive samples as the last global batch has, so that
+    the loss is comparable. Evaluation also measures, among all passages of the evaluated samples, how often the
+    positive is among the ``top_1``, ``top_5`` and ``top_20``, and the mean reciprocal rank, ``mrr``.
+
+    Raises:
+        ConfigError: as ``EncoderTask``; or ``data.masking`` is set, which this task does not use.
+    """
+
+    terms = MappingProxyType({"contrastive": 1.0})
+    in_brackets = "special tokens"
+    counted = "queries"
+
+    def __init__(self, config: RunConfig) -> None:
+        self.num_texts = 2 + config.data.num_negatives
+        super().__init__(config, num_texts=self.num_texts)
+        if config.data.masking is not None:
+            raise ConfigError("data.masking is for pretraining; bert.head=embedding masks nothing; leave it out")
+
+    def train_dataset(self) -> Samples[PairSample]:
+        """Returns ``data.train`` in the order of ``train.seed``."""
+        return blended(self.config.data, partial(self._dataset, seed=self.config.train.seed))
+
+    def evaluation_dataset(self, prefix: str) -> PairTexts:
+        """Returns the pairs of ``prefix``, each once, with the first negatives of each."""
+        data, vocab_size = self.config.data, self.config.model.vocab_size
+        return PairTexts(
+            prefix, self.tokenizer, data.seq_length, num_negatives=data.num_negatives, vocab_size=vocab_size
+        )
+
+    def hidden_shape(self, batch: PairBatch, options: BuildOptions) -> tuple[int, ...]:
+        """[S/tp, B, H] under sequence parallelism, else [S, B, H]."""
+        B, S = batch.tokens.shape
+        return hidden_shape(self.config.model, options, B, S)
+
+    def collate(
+        self, samples: Sequence[PairSample], rows: Sequence[int], counted: Sequence[bool] | None = None
+    ) -> PairBatch:
+        """Packs the texts of each sample into a row."""
+        batch = stack_pairs(samples, rows, self.config.data.seq_length, bert_tokens(self.tokenizer).padding)
+        return batch if counted is None else batch.counting(counted)
+
+    def context_part(self, batch: PairBatch, rank: int, size: int) -> PairBatch:
+        """Returns the columns that ``rank`` holds; all else still describes whole rows."""
+        return batch.columns(zigzag_positions(batch.tokens.shape[1], size, rank).numpy())
+
+    def counts(self, batch: PairBatch) -> Mapping[str, int]:
+        """Returns the number of queries that begin on this rank."""
+        return dict.fromkeys(["contrastive", *(f"top_{k}" for k in _TOP), "mrr"], len(_counted(batch)))
+
+    def inputs(self, batch: PairBatch, step: int, device: torch.device) -> EmbeddingInputs:
+        """Moves ``batch`` to ``device``.
+
+        A token's dropout depends on its row in the global batch and its position in the row.
+        """
+        S, columns = self.config.data.seq_length, torch.from_numpy(batch.positions)  # [S/cp]
+        texts = PackedSeqParams.from_lengths([_with_padding(row, S) for row in batch.lengths.tolist()])
+        starts = np.cumsum(batch.lengths, axis=1) - batch.lengths  # [B, T]
+        column_of = np.full(S, -1)
+        column_of[batch.positions] = np.arange(len(batch.positions))
+        slots = np.flatnonzero(column_of[starts] >= 0)  # [N]
+        pooled = slots // self.num_texts * len(batch.positions) + column_of[starts].flatten()[slots]
+        rows = torch.from_numpy(batch.row_ids)
+        return EmbeddingInputs(
+            to_device(batch.tokens, device),
+            to_device(texts.position_ids()[:, columns], device),
+            texts.to(device),
+            to_device(pooled, device),
+            to_device(slots, device),
+            to_device(batch.text_ids, device),
+            to_device(rows, device),
+            to_device(batch.counted, device),
+            to_device(_counted(batch), device),
+            DropoutKey(self.config.train.seed, step, to_device(rows.unsqueeze(1) * S + columns, device)),
+        )
+
+    def forward(self, model: nn.Module, inputs: EmbeddingInputs, hidden: Tensor | None) -> Tensor:
+        """Returns embeddings [N, D]; without the head, hidden states [S, B, H]."""
+        output: Tensor = model(
+            inputs.tokens,
+            position_ids=inputs.position_ids,
+            packed_seq_params=inputs.packed_seq_params,
+            pooled_tokens=inputs.pooled_tokens,
+            dropout_key=inputs.dropout_key,
+            hidden=hidden,
+        )
+        return output
+
+    def joint_sums(
+        self, outputs: Sequence[Tensor], inputs: Sequence[EmbeddingInputs], pg_collection: ProcessGroupCollection
+    ) -> Mapping[str, Tensor]:
+        """Sums the losses of this rank's queries; in evaluation also counts how often their positive is at the top."""
+        in_training = outputs[0].requires_grad
+        parts = [self._rows(*part) for part in zip(outputs, inputs, strict=True)]
+        embeddings = torch.cat(parts)  # [R, T, D]
+        cp, dp = pg_collection.cp, pg_collection.dp
+        embeddings = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(embeddings, cp), cp)
+        text_ids = torch.cat([each.text_ids for each in inputs])  # [R, T]
+        rows = torch.cat([each.counted + number * len(parts[0]) for number, each in enumerate(inputs)])
+        batches = torch.zeros_like(text_ids[:, 0])
+        if not in_training:
+            batches = self._batches(inputs, pg_collection)
+        passages = gather_passages(embeddings[:, 1:], text_ids, batches, dp)
+        queries = embeddings[rows, 0]
+        found = {"contrastive": contrastive_losses(queries, rows, passages, self.bert.similarity_temperature).sum()}
+        if in_training:
+            return found
+        places = places_of_positives(queries, rows, passages)
+        tops = {f"top_{k}": (places <= k).sum().float() for k in _TOP}
+        return {**found, **tops, "mrr": (1 / places.double()).sum()}
+
+    def sample_as_text(self, sample: PairSample) -> list[str]:
+        """Decodes the query and its passages, one after the other."""
+        names = ["query", "positive", *["negative"] * (self.num_texts - 2)]
+        lines = []
+        for name, text in zip(names, sample.texts, strict=True):
+            is_special = [place in (0, len(text) - 1) for place in range(len(text))]
+            lines += [f"{name}:", *bracketed(text.tolist(), is_special, self.tokenizer)]
+        return lines
+
+    def _rows(self, output: Tensor, inputs: EmbeddingInputs) -> Tensor:
+        """Embeddings [B, T, D] of a micro-batch from [N, D]; zeros for texts that begin on another rank."""
+        B, T = inputs.text_ids.shape
+        return output.new_zeros(B * T, output.shape[1]).index_copy(0, inputs.slots, output).view(B, T, -1)
+
+    def _batches(self, inputs: Sequence[EmbeddingInputs], pg_collection: ProcessGroupCollection) -> Tensor:
+        """Returns int64 [R]: which of the batches of consecutive samples each row is evaluated in, -1 for padding."""
+        is_counted = torch.cat([each.is_counted for each in inputs])
+        row_ids = torch.cat([each.row_ids for each in inputs])
+        last = torch.iinfo(row_ids.dtype).max
+        of_all = gather_from_sequence_parallel_region(row_ids.where(is_counted, last), pg_collection.dp)
+        size = batch_size_stages(self.config.train, self.config.data.seq_length)[-1].global_batch_size
+        place = torch.searchsorted(of_all.sort().values, row_ids)
+        return torch.where(is_counted, place // size, -1)
+
+    def _dataset(self, prefix: str, seed: int) -> PairDataset:
+        return PairDataset(self.evaluation_dataset(prefix), seed)
+
+
+def _counted(batch: PairBatch) -> np.ndarray:
+    """The rows that count and whose query, at position 0, is on this rank."""
+    return np.flatnonzero(batch.counted) if batch.positions[0] == 0 else np.zeros(0, np.int64)
+
+
+def _with_padding(lengths: Sequence[int], seq_length: int) -> list[int]:
+    """The lengths of a row's texts, and of the padding after them if there is any."""
+    rest = seq_length - sum(lengths)
+    return [*lengths, rest] if rest else [*lengths]

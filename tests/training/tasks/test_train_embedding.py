@@ -1,0 +1,181 @@
+"""An embedding model: its loss and measures computed from each text alone, and the same in every layout."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from megalith.config import load_run
+from megalith.data.pairs.dataset import PairSample
+from megalith.errors import ConfigError
+from megalith.models.bert_model import BertModel
+from megalith.numerics.tolerance import LAYOUT_FLOAT64, gradient_error
+from megalith.parallel.build_options import BuildOptions
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.evaluation import Evaluation, evaluate
+from megalith.training.setup import build_run
+from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.task import JointTask
+from megalith.training.tasks.train_embedding import TrainEmbedding
+from tests.rank_pool import ranks
+from tests.tiny_pairs import NUM_NEGATIVES, embedding_settings
+from tests.training.on_ranks import first_steps
+from tests.training.reference import Trajectory, differences
+
+FIRST = {"embedding_pooling": "first", "normalize_embeddings": False, "similarity_temperature": 1.0}
+PROJECTED = {"embedding_size": 8}
+
+
+def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
+    return first_steps(tree, world_size)
+
+
+def embedded(model: BertModel, text: np.ndarray, bert: dict[str, Any]) -> Tensor:
+    """The embedding [D] of a text on its own, from the model's hidden states."""
+    hidden = model(torch.from_numpy(text[None]), output="hidden")[0]  # [S, H]
+    assert isinstance(hidden, Tensor)
+    assert model.embedder is not None
+    state = hidden[0] if bert.get("embedding_pooling") == "first" else hidden.mean(0)
+    if "embedding_size" in bert:
+        weights = dict(model.embedder.named_parameters())
+        state = weights["projection.weight"] @ state + weights["projection.bias"]
+    return normalize(state, dim=0) if bert.get("normalize_embeddings", True) else state
+
+
+def losses_of(samples: list[PairSample], model: BertModel, bert: dict[str, Any]) -> list[Tensor]:
+    """The loss of each query, one at a time, among all passages that are not known to answer it."""
+    queries = [embedded(model, sample.texts[0], bert) for sample in samples]
+    passages = [
+        (row, place, text.tobytes(), embedded(model, text, bert))
+        for row, sample in enumerate(samples)
+        for place, text in enumerate(sample.texts[1:])
+    ]
+    found = []
+    for row, sample in enumerate(samples):
+        scores, own = [], torch.tensor(0.0)
+        for other, place, text, embedding in passages:
+            same_query = place == 0 and samples[other].texts[0].tobytes() == sample.texts[0].tobytes()
+            is_own = (other, place) == (row, 0)
+            if is_own or not (same_query or text == sample.texts[1].tobytes()):
+                scores.append(queries[row] @ embedding / bert.get("similarity_temperature", 0.05))
+                own = scores[-1] if is_own else own
+        found.append(torch.stack(scores).logsumexp(0) - own)
+    return found
+
+
+@pytest.mark.parametrize("bert", [{}, PROJECTED, FIRST])
+@pytest.mark.parametrize("micro_batch_size", [2, 24])
+def test_a_step_takes_the_gradient_of_all_texts_compared_with_each_other(micro_batch_size, bert, tmp_path):
+    train = {"micro_batch_size": micro_batch_size, "global_batch_size": 24}  # an epoch, with equal texts in it
+    without_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    tree = embedding_settings(tmp_path, bert, train=train, model=without_dropout, optim={"clip_norm": 1e6})
+    [found] = ranks(1, steps, tree, 1)
+    config = load_run(tree)
+    task = task_of(config)
+    model = BertModel(config.model, BuildOptions(ProcessGroupCollection.single(), torch.float64), seed=1234)
+    samples = [task.train_dataset()[number] for number in range(24)]
+    loss = torch.stack(losses_of(samples, model, tree["model"]["bert"])).mean()
+    loss.backward()
+    assert found.losses[0] == pytest.approx(loss.item(), rel=1e-12)
+    for name, parameter in model.named_parameters():
+        want = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert gradient_error(found.gradients[0][name], want, found.norms[0]) < LAYOUT_FLOAT64, name
+
+
+@pytest.mark.parametrize(
+    ("parallel", "bert"),
+    [
+        ({"shard": 2}, {}),
+        ({"tensor": 2, "sequence": True}, PROJECTED),
+        ({"context": 2}, PROJECTED),
+        pytest.param({"context": 2}, FIRST, marks=pytest.mark.slow),
+        pytest.param({"context": 2, "context_method": "all_gather"}, {}, marks=pytest.mark.slow),
+        ({"pipeline": 2}, FIRST),
+        pytest.param({"replicate": 2}, FIRST, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, FIRST, marks=pytest.mark.slow),
+        pytest.param({"shard": 2, "context": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"shard": 2, "pipeline": 2}, PROJECTED, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2, "replicate": 2}, PROJECTED, marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_and_micro_batch_size_learns_the_same(parallel, bert, tmp_path):
+    tree = embedding_settings(tmp_path, bert)  # with dropout, in two passes or one
+    assert tree["model"]["hidden_dropout"] > 0
+    [want] = ranks(1, steps, {**tree, "train": {**tree["train"], "micro_batch_size": 8}}, 1)
+    num_ranks = int(np.prod([size for size in parallel.values() if type(size) is int]))
+    for found in ranks(num_ranks, steps, {**tree, "parallel": parallel}, num_ranks):
+        assert differences(found, want) == []
+
+
+def test_a_step_of_one_micro_batch_per_rank_learns_the_same(tmp_path):
+    tree = embedding_settings(tmp_path)
+    [want] = ranks(1, steps, tree, 1)
+    train = {**tree["train"], "micro_batch_size": 4}
+    for found in ranks(2, steps, {**tree, "train": train, "parallel": {"shard": 2}}, 2):
+        assert differences(found, want) == []
+
+
+def evaluation(tree: dict[str, Any], world_size: int, max_samples: int | None = None) -> Evaluation:
+    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+    pairs = run.task.evaluation_dataset(tree["data"]["train"])
+    return evaluate(run.task, run.pipeline, pairs, 2, options=run.options, device=run.device, max_samples=max_samples)
+
+
+def test_measures_are_those_of_all_held_out_pairs(tmp_path):
+    tree = embedding_settings(tmp_path, PROJECTED)
+    [found] = ranks(1, evaluation, tree, 1, 23)  # the last micro-batch has a row of padding
+    config = load_run(tree)
+    task, bert = task_of(config), tree["model"]["bert"]
+    options = BuildOptions(ProcessGroupCollection.single(), torch.float64)
+    model = BertModel(config.model, options, seed=1234).eval()
+    pairs = task.evaluation_dataset(tree["data"]["train"])
+    samples = [pairs[number * 24 // 23] for number in range(23)]
+    with torch.no_grad():
+        of_batches = [losses_of(samples[first : first + 8], model, bert) for first in (0, 8, 16)]
+        # of two equal scores the positive is behind, so its place is one more than the passages with a higher one
+        queries = torch.stack([embedded(model, sample.texts[0], bert) for sample in samples])
+        passages = torch.stack([embedded(model, text, bert) for sample in samples for text in sample.texts[1:]])
+    scores = queries @ passages.t()
+    per_row, places = 1 + NUM_NEGATIVES, []
+    for row, sample in enumerate(samples):
+        others = [
+            scores[row, other * per_row + place]
+            for other in range(23)
+            for place, text in enumerate(samples[other].texts[1:])
+            if not (np.array_equal(text, sample.texts[1]))
+            and not (place == 0 and np.array_equal(samples[other].texts[0], sample.texts[0]))
+        ]
+        places.append(1 + sum(bool(score >= scores[row, row * per_row]) for score in others))
+    assert found.counts == dict.fromkeys(["contrastive", "top_1", "top_5", "top_20", "mrr"], 23)
+    assert found.loss == pytest.approx(float(sum(map(sum, of_batches))) / 23, rel=1e-9)
+    for k in (1, 5, 20):
+        assert found.means[f"top_{k}"] == pytest.approx(np.mean([place <= k for place in places]))
+    assert found.means["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
+    assert 0 < found.means["top_5"] < found.means["top_20"] < 1, "the measures must tell models apart"
+
+
+@pytest.mark.parametrize("parallel", [{"context": 2}, {"shard": 2}, {"pipeline": 2}, {"tensor": 2}])
+def test_held_out_measures_are_the_same_in_every_layout(parallel, tmp_path):
+    tree = embedding_settings(tmp_path)
+    [want] = ranks(1, evaluation, tree, 1, 23)
+    for found in ranks(2, evaluation, {**tree, "parallel": parallel}, 2, 23):
+        assert found.means == pytest.approx(want.means, rel=1e-9)
+        assert found.counts == want.counts
+
+
+def test_a_sample_is_shown_text_by_text(tmp_path):
+    task = task_of(load_run(embedding_settings(tmp_path)))
+    assert isinstance(task, TrainEmbedding)
+    assert isinstance(task, JointTask)
+    lines = task.sample_as_text(task.train_dataset()[0])
+    assert [line for line in lines if not line.startswith("  ")] == ["query:", "positive:", "negative:", "negative:"]
+    assert sum("[CLS]" in line and "[SEP]" in line for line in lines) == 4
+
+
+def test_masking_is_refused(tmp_path):
+    tree = embedding_settings(tmp_path, data={"masking": {"probability": 0.3}})
+    with pytest.raises(ConfigError, match=r"bert.head=embedding masks nothing; leave it out"):
+        task_of(load_run(tree))
