@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith import fusions
-from megalith.fusions.core import compiled_blocks
+from megalith.fusions.core import blocks, compiled_blocks
 from megalith.fusions.core.compiled_blocks import compiled_by_blocks
 from megalith.fusions.core.compiled_formulas import CompiledFormula
 from megalith.fusions.core.compiler import why_not_compile
@@ -20,9 +20,8 @@ pytestmark = pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compi
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, new_folder):
     monkeypatch.setattr(compiled_blocks, "_compiled", CompiledFormula(compiled_blocks._compute))
-    monkeypatch.setattr(
-        compiled_blocks, "blocks", lambda n, *_, **__: (slice(i, min(i + 4, n)) for i in range(0, n, 4))
-    )
+    row_elements = blocks._THREAD_ELEMENTS * torch.get_num_threads() // 4  # a block has four such rows
+    monkeypatch.setattr(compiled_blocks, "blocks", lambda num_rows, *_, **__: blocks.blocks(num_rows, row_elements))
 
 
 def test_a_formula_of_rows_is_compiled_once_and_adds_up_the_sums_of_all_blocks():
