@@ -384,6 +384,7 @@ def destroy_after_the_world() -> None:
         dist.barrier(group)  # if a rank destroys a group while another is still connecting, that one fails
         patch.setattr(dist, "is_initialized", lambda: False)
         state.destroy()
+    state.destroy()  # knows no group any more, also now that a world is there again
     dist.destroy_process_group(group)  # not destroyed by the state, since it would have ended with the world
 
 
