@@ -36,7 +36,7 @@ KIND_MISTAKES = [
     ),
     Mistake(
         {**BERT, "model.bert.similarity_temperature": 0.1},
-        r"model.bert.similarity_temperature \(0.1\) has no effect with model.bert.head=pretraining, only with .*=embedding",
+        r"model.bert.similarity_temperature \(0.1\) has no effect with model.bert.head=pretraining, only .*=embedding",
     ),
     Mistake(
         {"data.num_negatives": 1},

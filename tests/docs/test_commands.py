@@ -78,6 +78,9 @@ def write_texts(folder: Path) -> None:
     rows = [f"{'good' if number % 2 else 'bad'} ships,{'+' if number % 2 else '-'}" for number in range(12)]
     for name in ("reviews", "held_out", "more_reviews"):
         (folder / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
+    pairs = [{"query": f"ship {n}", "pos": ["the ship has a name"], "neg": ["no", "it has none"]} for n in range(12)]
+    for name in ("pairs", "held_out_pairs"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     write_chat_model(folder / "hf" / "chat")
     chats = [{"prompt": f"w{number}", "completion": "some"} for number in range(40)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))

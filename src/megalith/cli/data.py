@@ -1,7 +1,6 @@
 """``megalith data``: ``prepare`` and ``chat`` make datasets of text and conversations; others are in other files."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +9,14 @@ import typer
 from megalith.cli.console import show_text
 from megalith.cli.inspect import inspect
 from megalith.cli.label import label
+from megalith.cli.pairs import pairs
 from megalith.cli.paths import path_argument, path_option
+from megalith.cli.progress_bars import progress_bars
 from megalith.observe.machine import num_cores
 from megalith.wording import counted
 
 if TYPE_CHECKING:
-    from megalith.data.prepare import PrepareSummary, Progress
+    from megalith.data.prepare import PrepareSummary
     from megalith.data.prepare.sources import Sources
 
 __all__ = ["app"]
@@ -23,6 +24,7 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True)
 app.command("inspect")(inspect)
 app.command("label")(label)
+app.command("pairs")(pairs)
 
 Files = Annotated[
     list[Path],
@@ -85,7 +87,7 @@ def prepare(
     """
     from megalith.data.prepare import prepare as prepare_dataset
 
-    with _progress_bar() as show:
+    with progress_bars() as show:
         summary = prepare_dataset(
             files,
             out,
@@ -145,7 +147,7 @@ def chat(
         raise ConfigError("--no-chat-template leaves --chat-template and --split-turns without effect; give only one")
     file = tokenizer_file(tokenizer)
     chats = ChatFormat.find(file, chat_template, use_template=not no_chat_template, split_turns=split_turns)
-    with _progress_bar() as show:
+    with progress_bars() as show:
         summary = prepare_dataset(
             files,
             out,
@@ -162,25 +164,6 @@ def chat(
         f"{'learned':<10}{counted(num_learned, 'token')}, {num_learned / dataset.num_tokens:.1%} of the training set"
     )
     show_text(_describe(summary, out, "--from MODEL", lacks_sentences=False, more=[learned]))
-
-
-@contextmanager
-def _progress_bar() -> Iterator["Progress"]:
-    """Shows a progress bar for each phase on standard error, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<9}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-
-        def show(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(phase, total=total)
-            bars.update(tasks[phase], completed=done, total=total)
-
-        yield show
 
 
 def _recipe_of_sentences(summary: "PrepareSummary") -> str:

@@ -7,6 +7,7 @@ import typer
 
 from megalith.cli.console import show_text
 from megalith.cli.paths import path_argument, path_option
+from megalith.wording import range_of
 
 if TYPE_CHECKING:
     from megalith.data.inspection import Inspection
@@ -38,11 +39,10 @@ def inspect(
 
 def _counts(prefix: str, found: "Inspection") -> list[str]:
     dataset, sidecar, lengths = found.dataset, found.dataset.sidecar, found.document_lengths
-    num_empty = int((lengths == 0).sum())
     size = dataset.num_tokens * dataset.dtype.itemsize
     lines = [
         f"dataset     {prefix}",
-        f"documents   {dataset.num_documents:,}" + (f", {num_empty:,} of them empty" if num_empty else ""),
+        _number(found),
         f"tokens      {dataset.num_tokens:,} of {dataset.dtype.name}, {size:,} bytes",
     ]
     if len(lengths):
@@ -62,10 +62,19 @@ def _counts(prefix: str, found: "Inspection") -> list[str]:
     return lines
 
 
+def _number(found: "Inspection") -> str:
+    """The line that says how many documents or pairs there are."""
+    number, num_negatives = found.dataset.num_documents, found.num_negatives
+    if num_negatives is not None:
+        return f"pairs       {number:,}, each with {range_of(num_negatives.min(), num_negatives.max(), 'negative')}"
+    num_empty = int((found.document_lengths == 0).sum())
+    return f"documents   {number:,}" + (f", {num_empty:,} of them empty" if num_empty else "")
+
+
 def _documents(found: "Inspection") -> list[str]:
-    lines = []
+    lines, kind = [], "document" if found.num_negatives is None else "pair"
     for document in found.documents:
-        lines += ["", f"document {document.number}, {document.num_tokens:,} tokens"]
+        lines += ["", f"{kind} {document.number}, {document.num_tokens:,} tokens"]
         lines += [f"  | {_printable(line)}" for line in document.text.split("\n")]
         lines += ["  | ..."] if document.is_cut else []
     return lines

@@ -1,15 +1,16 @@
 """Inspects a dataset: counts, the first documents as text, and token frequencies."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.bracketed_text import bracketed_text
-from megalith.data.conversations import holds_conversations, learned_sequences
+from megalith.data.conversations import holds_conversations, holds_pairs, learned_sequences
 from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.pairs.dataset import num_negatives_of
 from megalith.data.sidecar import Sidecar
 from megalith.data.token_ids import spread_chunks
 from megalith.data.tokenizer import Tokenizer
@@ -18,6 +19,7 @@ from megalith.errors import ConfigError, DataError
 __all__ = ["Inspection", "ShownDocument", "inspect_dataset"]
 
 _SHOWN_TOKENS = 200  # per document
+_ROLES = ("query", "positive", "negative")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class ShownDocument:
     Attributes:
         num_tokens: length of the whole document.
         text: its first 200 tokens as text, or their ids if the tokenizer is not known; in a conversation, those without
-            a loss are in brackets.
+            a loss are in brackets; a pair has a line for each of its texts, which says what it is.
         is_cut: whether the document is longer than ``text``.
     """
 
@@ -45,6 +47,7 @@ class Inspection:
         tokenizer: None if it is not known; ``why_no_tokenizer`` says why.
         document_lengths: [N], in tokens.
         token_ids, counts: the ids that occur, the most frequent first, and the count of each.
+        num_negatives: [N], of each pair; None if the documents are not pairs.
         num_counted: number of tokens counted: all, or for a large file 67 million, evenly spread.
     """
 
@@ -55,6 +58,7 @@ class Inspection:
     documents: list[ShownDocument]
     token_ids: NDArray[np.int64]
     counts: NDArray[np.int64]
+    num_negatives: NDArray[np.int64] | None = None
 
     @property
     def num_counted(self) -> int:
@@ -104,6 +108,7 @@ def inspect_dataset(prefix: str | Path, tokenizer: str | Path | None = None, num
         documents=_first_documents(dataset, found, num_documents),
         token_ids=token_ids,
         counts=counts,
+        num_negatives=num_negatives_of(dataset) if holds_pairs(dataset) else None,
     )
 
 
@@ -135,10 +140,23 @@ def _first_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None, numbe
     for document, (start, end) in enumerate(pairwise(starts)):
         shown = dataset.tokens[start : min(end, start + _SHOWN_TOKENS)].tolist()
         fits = tokenizer is not None and all(0 <= token_id < tokenizer.vocab_size for token_id in shown)
+        decoder = tokenizer if fits else None
         sequences = np.searchsorted(borders, np.arange(start, start + len(shown)), side="right")
-        text = bracketed_text(shown, is_context[sequences].tolist(), tokenizer if fits else None)
+        if holds_pairs(dataset):
+            text = _text_of_pair(shown, (sequences - dataset.document_indices[document]).tolist(), decoder)
+        else:
+            text = bracketed_text(shown, is_context[sequences].tolist(), decoder)
         found.append(ShownDocument(document, end - start, text, is_cut=end - start > len(shown)))
     return found
+
+
+def _text_of_pair(shown: list[int], places: list[int], tokenizer: Tokenizer | None) -> str:
+    """The texts of a pair, each after what it is; ``places`` says for each token which of its texts has it."""
+    lines = []
+    for place, both in groupby(zip(places, shown, strict=True), key=lambda both: both[0]):
+        ids = [token_id for _, token_id in both]
+        lines.append(f"{_ROLES[min(place, 2)]:<10}{bracketed_text(ids, [False] * len(ids), tokenizer)}")
+    return "\n".join(lines)
 
 
 def _count(dataset: IndexedDataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

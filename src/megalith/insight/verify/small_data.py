@@ -38,11 +38,9 @@ def write_data(prefix: Path, small: Tree) -> None:
         return
     head = "pretraining" if bert is None else bert.get("head", "pretraining")
     if head == "embedding":
-        most = (_LONGEST_QUERY, _LONGEST_PASSAGE)
-        pairs = [
-            [random.integers(least, vocab_size, random.integers(1, T + 1)) for T in most] for _ in range(_NUM_DOCUMENTS)
-        ]
-        _write(prefix, vocab_size, pairs, special, pairs=True)
+        _write(
+            prefix, vocab_size, [_pair(random, least, vocab_size) for _ in range(_NUM_DOCUMENTS)], special, pairs=True
+        )
         return
     is_pretrained = head == "pretraining"
     most, longest = (_MOST_SENTENCES, _LONGEST_SENTENCE) if is_pretrained else (1, SEQ_LENGTH - _AROUND_A_TEXT)
@@ -56,6 +54,12 @@ def write_data(prefix: Path, small: Tree) -> None:
         labels = [number % num_classes for number in range(_NUM_DOCUMENTS)]
         classes = {"classes": [str(number) for number in range(num_classes)], "labels": labels}
         write_json_atomic(companion(prefix, CLASSES_SUFFIX), classes)
+
+
+def _pair(random: np.random.Generator, least: int, vocab_size: int) -> list[NDArray[np.int64]]:
+    """A query and its passage."""
+    lengths = (int(random.integers(1, longest + 1)) for longest in (_LONGEST_QUERY, _LONGEST_PASSAGE))
+    return [random.integers(least, vocab_size, T) for T in lengths]
 
 
 def _write(
