@@ -12,6 +12,7 @@ from megalith.training.tasks.choose import task_of
 from megalith.training.traffic import step_traffic
 from tests.rank_pool import renew_ranks
 from tests.tiny_masked import masked_settings
+from tests.tiny_pairs import embedding_settings
 from tests.training.tasks.test_finetune_classification import labelled_settings
 from tests.training.tasks.test_pretrain_t5 import t5_settings
 from tests.training.test_bert_layouts import LAYOUTS as BERT_LAYOUTS
@@ -104,6 +105,27 @@ def test_ranks_exchange_what_is_counted_of_a_classifier(layout, pooling, tmp_pat
     tree["model"]["bert"]["classifier_pooling"] = pooling
     if pooling == "mean":  # summed in float32
         tree["precision"] = {"dtype": "bfloat16"}
+    check(tree, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch_size"),
+    [
+        ("shard 2", 2),
+        pytest.param("shard 2", 4, marks=pytest.mark.slow),  # in one pass
+        pytest.param("tensor 2, sequence", 2, marks=pytest.mark.slow),
+        pytest.param("pipeline 2, uneven", 2, marks=pytest.mark.slow),
+        pytest.param("context 2", 2, marks=pytest.mark.slow),
+        pytest.param("context 2 x tensor 2, sequence", 2, marks=pytest.mark.slow),
+        pytest.param("shard 2 x tensor 2", 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_ranks_exchange_what_is_counted_of_an_embedding_model(dtype, layout, micro_batch_size, tmp_path):
+    num_ranks, parallel = BERT_LAYOUTS[layout]
+    tree = embedding_settings(tmp_path, {"embedding_size": 8}, parallel=parallel)
+    tree["model"]["num_layers"] = 3
+    tree["train"]["micro_batch_size"], tree["precision"] = micro_batch_size, {"dtype": dtype}
     check(tree, num_ranks)
 
 

@@ -1,4 +1,4 @@
-"""Held-out measures other than the loss: accuracies over steps, and the confusion matrix."""
+"""Held-out measures other than the loss: accuracies and the mean reciprocal rank over steps; the confusion matrix."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,31 +11,37 @@ from megalith.insight.run_history import RunHistory
 __all__ = ["held_out_measures"]
 
 _SIZE = (310, 170)  # pixels
-_ACCURACY, _CONFUSION = "accuracy", "confusion"
+_ACCURACY, _CONFUSION, _MRR = "accuracy", "confusion", "mrr"
 _TITLES = {
     "mlm_accuracy": "Accuracy on masked tokens",
     "sop_accuracy": "Accuracy on the order of sentences",
     "span_accuracy": "Accuracy on missing tokens",
+    "top_1_accuracy": "Queries whose passage is the most similar",
+    "top_5_accuracy": "Queries whose passage is among the first 5",
+    "top_20_accuracy": "Queries whose passage is among the first 20",
+    _MRR: "Mean reciprocal rank of a query's passage",
 }
 
 
 def held_out_measures(run: RunHistory) -> str:
     """The cards with held-out measures; "" if the run has none."""
     names = dict.fromkeys(name for _, means in run.measures for name in means)
-    curves = "".join(_curve(run, name) for name in names if name.endswith(_ACCURACY))
+    curves = "".join(_curve(run, name) for name in names if name.endswith(_ACCURACY) or name == _MRR)
     columns = f'<div class="columns">{curves}</div>' if curves else ""
     return columns + (_confusion(*run.measures[-1], run.classes) if run.measures else "")
 
 
 def _curve(run: RunHistory, name: str) -> str:
-    """The accuracy ``name`` over steps."""
+    """The accuracy ``name``, or the mean reciprocal rank, over steps."""
+    form = "{:.2f}" if name == _MRR else "{:.0%}"
+    final = "{:.3f}" if name == _MRR else "{:.1%}"
     steps, values = zip(*((step, means[name]) for step, means in run.measures if name in means), strict=True)
-    describe = f"{name} over {num_steps(steps[-1])}, ending at {values[-1]:.1%}"
+    describe = f"{name} over {num_steps(steps[-1])}, ending at {final.format(values[-1])}"
     lines = [Line(steps, values, width=1.6, colour="--held-out", dots=True)]
-    drawn = svg(Chart(name, describe, lines, (), (), "{:.0%}".format, from_zero=True), *_SIZE)
+    drawn = svg(Chart(name, describe, lines, (), (), form.format, from_zero=True), *_SIZE)
     return card(
         _TITLES.get(name, name.replace("_", " ").capitalize()),
-        f"on held-out samples; final value {values[-1]:.1%}",
+        f"on held-out samples; final value {final.format(values[-1])}",
         drawn,
     )
 

@@ -2,11 +2,14 @@
 
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from megalith.insight.verify.cover import AXES
 from megalith.insight.verify.proof import Case
+from megalith.models.contrastive import gather_passages
+from megalith.training.tasks import train_embedding
 from tests.insight.verify.proofs import Fault, begin, found_with
 from tests.training import test_t5_layouts as t5
 from tests.training.test_bert_layouts import (
@@ -37,10 +40,24 @@ MEANS = {
     **CLASSIFICATION,
     "model": {**PRETRAINING["model"], "bert": {**CLASSES, "classifier_pooling": "mean"}},
 }
+EMBEDDING = {
+    **CLASSIFICATION,
+    "model": {**PRETRAINING["model"], "bert": {"num_token_types": 2, "head": "embedding", "embedding_size": 64}},
+}
 SPANS = {**PRETRAINING, "model": {**t5.T5, "num_attention_heads": 8, "num_query_groups": 8, "num_layers": 4}}
 # the only weight that stages share is the position-bias table of a stack that is split across stages
 UNTIED = {**SPANS, "model": {**SPANS["model"], "tie_word_embeddings": False, "multipliers": {}}}
 SEQUENCE = {"tensor": 2, "sequence": True}
+
+
+def compare_with_the_passages_of_this_rank_alone() -> Any:
+    return patch.object(train_embedding, "gather_passages", lambda *given: gather_passages(*given[:3], None))
+
+
+def keep_apart_the_embeddings_of_context_ranks() -> Any:
+    return patch.object(train_embedding, "reduce_from_tensor_model_parallel_region", lambda x, group: x)
+
+
 # settings, the layout, and a fault that is found in it
 PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any], Fault]] = {
     "pretraining, padding": (PRETRAINING, {"shard": 2}, let_tokens_attend_to_padding),
@@ -52,6 +69,9 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any], Fault]] = {
     "classification, positions": (CLASSIFICATION, {"context": 2}, count_positions_from_each_ranks_first_token),
     "classification, means": (MEANS, {"context": 2}, average_a_ranks_part_of_a_text),
     "classification, masks": (CLASSIFICATION, SEQUENCE, draw_masks_by_the_rank),
+    "embedding, passages": (EMBEDDING, {"shard": 2}, compare_with_the_passages_of_this_rank_alone),
+    "embedding, texts": (EMBEDDING, {"context": 2}, keep_apart_the_embeddings_of_context_ranks),
+    "embedding, masks": (EMBEDDING, SEQUENCE, draw_masks_by_the_rank),
     "T5, tables": (UNTIED, {"pipeline": 2, "stage_layers": [2, 5]}, t5.forget_to_sum_the_tables_of_stages),
     "T5, padding": (SPANS, {"shard": 2}, t5.let_the_decoder_attend_to_padding),
     "T5, masks": (SPANS, SEQUENCE, t5.draw_masks_by_the_rank),
@@ -59,8 +79,9 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any], Fault]] = {
     "T5, distances": (SPANS, {"context": 2}, t5.take_distances_within_a_block),
     "T5, gathered keys": (SPANS, {"context": 2}, t5.keep_a_ranks_gradient_of_gathered_keys),
 }
-# with an encoder and a decoder whose rows cp splits; faults of a single stack are in test_bert_layouts.py
-FAST = {"T5, gathered keys"}
+# with an encoder and a decoder whose rows cp splits, and samples that are compared; test_bert_layouts.py has the faults
+# of a single stack
+FAST = {"T5, gathered keys", "embedding, passages"}
 
 
 @pytest.mark.parametrize(

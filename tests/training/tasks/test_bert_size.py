@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import TransformerConfig
 from megalith.models.bert_model import BertModel
-from megalith.training.tasks.bert_size import bert_flops_per_row
+from megalith.training.tasks.bert_size import bert_costs, bert_flops_per_row
 from megalith.training.tasks.gpt_size import parameters
 
 SHAPE = {
@@ -48,7 +48,27 @@ def test_a_row_costs_what_torch_counts(bert, num_predicted, num_classes):
     assert bert_flops_per_row(config, V, S, num_predicted) == 3 * forward.get_total_flops()
 
 
-@pytest.mark.parametrize("bert", [{"num_token_types": 2}, {"num_token_types": 2, "head": "multiple_choice"}])
+def test_the_projection_of_each_embedding_costs_what_torch_counts():
+    base = {"num_token_types": 2, "head": "embedding"}
+    costs = [
+        bert_costs(TransformerConfig(**SHAPE, bert={**base, **more}), 67, 24, 0, num_texts=3)
+        for more in ({}, {"embedding_size": 5})
+    ]
+    with FlopCounterMode(display=False) as forward:
+        nn.Linear(32, 5)(torch.randn(3, 32))
+    assert [each.head for each in costs] == [0, 3 * forward.get_total_flops()]
+    assert costs[0].layers == costs[1].layers
+
+
+@pytest.mark.parametrize(
+    "bert",
+    [
+        {"num_token_types": 2},
+        {"num_token_types": 2, "head": "multiple_choice"},
+        {"num_token_types": 2, "head": "embedding"},
+        {"num_token_types": 2, "head": "embedding", "embedding_size": 5},
+    ],
+)
 def test_parameters_are_those_of_the_model(bert):
     config = TransformerConfig(**SHAPE, bert=bert)
     with torch.device("meta"):

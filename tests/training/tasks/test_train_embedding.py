@@ -149,12 +149,14 @@ def test_measures_are_those_of_all_held_out_pairs(tmp_path):
             and not (place == 0 and np.array_equal(samples[other].texts[0], sample.texts[0]))
         ]
         places.append(1 + sum(bool(score >= scores[row, row * per_row]) for score in others))
-    assert found.counts == dict.fromkeys(["contrastive", "top_1", "top_5", "top_20", "mrr"], 23)
+    assert found.counts == dict.fromkeys(
+        ["contrastive", "top_1_accuracy", "top_5_accuracy", "top_20_accuracy", "mrr"], 23
+    )
     assert found.loss == pytest.approx(float(sum(map(sum, of_batches))) / 23, rel=1e-9)
     for k in (1, 5, 20):
-        assert found.means[f"top_{k}"] == pytest.approx(np.mean([place <= k for place in places]))
+        assert found.means[f"top_{k}_accuracy"] == pytest.approx(np.mean([place <= k for place in places]))
     assert found.means["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
-    assert 0 < found.means["top_5"] < found.means["top_20"] < 1, "the measures must tell models apart"
+    assert 0 < found.means["top_5_accuracy"] < found.means["top_20_accuracy"] < 1, "the measures must tell models apart"
 
 
 @pytest.mark.parametrize("parallel", [{"context": 2}, {"shard": 2}, {"pipeline": 2}, {"tensor": 2}])

@@ -185,6 +185,8 @@ def _bert_shapes(config: TransformerConfig) -> dict[str, Shape]:
     if num_scores := bert.num_text_scores:
         head = "binary_head.linear" if bert.head == "pretraining" else "classifier.linear"
         shapes |= _linear("pooler.dense", (H, H)) | _linear(head, (num_scores, H))
+    if bert.head == "embedding" and bert.embedding_size is not None:
+        shapes |= _linear("embedder.projection", (bert.embedding_size, H))
     return shapes
 
 

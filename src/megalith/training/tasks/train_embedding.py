@@ -72,7 +72,8 @@ class TrainEmbedding(
     The candidates are all passages of the global batch, positives and hard negatives, in any layout and with any
     micro-batch size. In evaluation they are those of as many consecutive samples as the last global batch has, so that
     the loss is comparable. Evaluation also measures, among all passages of the evaluated samples, how often the
-    positive is among the ``top_1``, ``top_5`` and ``top_20``, and the mean reciprocal rank, ``mrr``.
+    positive is among the first k (``top_1_accuracy``, ``top_5_accuracy``, ``top_20_accuracy``), and the mean reciprocal
+    rank, ``mrr``.
 
     Raises:
         ConfigError: as ``EncoderTask``; or ``data.masking`` is set, which this task does not use.
@@ -117,7 +118,7 @@ class TrainEmbedding(
 
     def counts(self, batch: PairBatch) -> Mapping[str, int]:
         """Returns the number of queries that begin on this rank."""
-        return dict.fromkeys(["contrastive", *(f"top_{k}" for k in _TOP), "mrr"], len(_counted(batch)))
+        return dict.fromkeys(["contrastive", *(f"top_{k}_accuracy" for k in _TOP), "mrr"], len(_counted(batch)))
 
     def inputs(self, batch: PairBatch, step: int, device: torch.device) -> EmbeddingInputs:
         """Moves ``batch`` to ``device``.
@@ -177,7 +178,7 @@ class TrainEmbedding(
         if in_training:
             return found
         places = places_of_positives(queries, rows, passages)
-        tops = {f"top_{k}": (places <= k).sum().float() for k in _TOP}
+        tops = {f"top_{k}_accuracy": (places <= k).sum().float() for k in _TOP}
         return {**found, **tops, "mrr": (1 / places.double()).sum()}
 
     def sample_as_text(self, sample: PairSample) -> list[str]:
