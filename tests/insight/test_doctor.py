@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalith import optional
+from megalith.cli import doctor as cli
 from megalith.insight import doctor
 from megalith.insight.doctor import Finding, examine
 from tests.program import here
@@ -46,6 +47,7 @@ def test_what_a_run_needs_is_checked_on_this_machine(tmp_path):
     assert f"64 MiB written to {tmp_path} at " in table
     assert operations.startswith("operation")
     assert [line for line in ended.err.splitlines() if line.startswith("checking")] == [
+        "checking compiler",
         "checking operations",
         "checking ranks",
         "checking disk",
@@ -89,6 +91,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_program_ends_with_1(fe
     assert ended.code == 1
     [line] = [line for line in ended.out.splitlines() if line.startswith("failed")]
     assert str(tmp_path / "file") in line
+    assert "alternatives" not in ended.out  # the table is for --operations
 
 
 def test_a_number_of_ranks_below_one_is_refused():
@@ -106,10 +109,11 @@ def test_other_versions_of_torch_are_told(version, state, monkeypatch):
 
 
 def test_a_missing_compiler_and_packages_are_told_with_the_command_that_installs_them(few, monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "missing_compiler", lambda: "g++")
+    monkeypatch.setattr(doctor, "why_no_compiler", lambda: "no C++ compiler (install g++)")
     monkeypatch.setattr(optional, "has", lambda package: package == "wandb")
     found = found_in(tmp_path)
-    assert found["compiler"].text.startswith("g++ was not found; ")
+    slower = "no C++ compiler (install g++); fused operations run slower, uncompiled"
+    assert found["compiler"] == Finding("off", "compiler", slower)
     assert found["matplotlib"].text == "not installed; for drawing report.html: pip install 'megalith[report]'"
     assert found["tensorboard"].text.endswith("pip install 'megalith[tracking]'")
     assert "wandb" not in found
@@ -124,13 +128,90 @@ def test_each_gpu_is_told_and_a_container_with_little_shared_memory_fails(few, m
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: ((140 - 30 * number) << 30, 140 << 30))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20))
-    monkeypatch.setattr(optional, "has_triton", lambda: False)
-    first, second, triton, shm = doctor._devices()
+    first, second, shm = doctor._devices()
     assert first.text == "NVIDIA H200, 140 GiB, compute capability 9.0"
     assert second.text == "NVIDIA H200, 140 GiB, 30.0 GiB of it in use, compute capability 9.0"
-    assert (triton.state, shm.state) == ("failed", "failed")
-    assert "pip install 'megalith[triton]'" in triton.text
+    assert shm.state == "failed"
     assert "--shm-size=1g" in shm.text
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [finding.name for finding in doctor._devices()] == ["gpu 0"]
+
+
+def test_a_gpu_that_cannot_be_used_fails_and_the_others_are_told(monkeypatch):
+    def memory(number: int) -> tuple[int, int]:
+        if number == 0:
+            raise torch.AcceleratorError("CUDA error: device(s) is/are busy or unavailable")
+        return 80 << 30, 80 << 30
+
+    properties = SimpleNamespace(name="NVIDIA A100", major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 30))
+    busy = "AcceleratorError: CUDA error: device(s) is/are busy or unavailable"
+    assert [*doctor._devices()] == [
+        Finding("failed", "gpu 0", busy),
+        Finding("ok", "gpu 1", "NVIDIA A100, 80.0 GiB, compute capability 8.0"),
+    ]
+
+
+def test_a_gpu_that_cannot_be_used_ends_no_other_check(few, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: fail())
+    ended = here("doctor", "--folder", tmp_path, "--operations")
+    states = {line[8:23].strip(): line[:8].strip() for line in ended.out.splitlines()}
+    assert (states["gpu 0"], states["disk"]) == ("failed", "ok")
+    assert "alternatives" not in ended.out
+    assert (ended.code, "Traceback" in ended.err) == (1, False)
+
+
+def test_without_a_gpu_the_line_says_why_cuda_has_none(monkeypatch):
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nUpdate it.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    [gpu] = doctor._devices()
+    assert gpu.state == "off"
+    assert gpu.text.endswith("; The NVIDIA driver on your system is too old (found version 12020).")
+
+
+def test_a_torch_that_cannot_be_imported_is_told(monkeypatch, tmp_path):
+    def fail_to_import(name: str) -> None:
+        raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(cli, "import_module", fail_to_import)
+    ended = here("doctor", "--folder", tmp_path)
+    assert ended.code == 1
+    reason = "OSError: torch: libcudart.so.13: cannot open shared object file"
+    assert ended.out == f"failed  torch          cannot be imported: {reason}\n"
+
+
+def test_a_compiler_that_cannot_build_fails(monkeypatch):
+    monkeypatch.setattr(doctor, "why_no_compiler", lambda: None)
+    monkeypatch.setattr(doctor, "why_not_compile", lambda: "torch.compile cannot build here (no Python.h)")
+    found = doctor._compiler(torch.device("cpu"))
+    assert found.state == "failed"
+    assert found.text == "torch.compile cannot build here (no Python.h); fused operations run slower, uncompiled"
+
+
+def test_a_gpu_needs_triton(monkeypatch):
+    monkeypatch.setattr(optional, "has_triton", lambda: False)
+    found = doctor._compiler(torch.device("cuda"))
+    assert found.state == "failed"
+    assert "pip install 'megalith[triton]'" in found.text
+    monkeypatch.setattr(optional, "has_triton", lambda: True)
+    assert doctor._compiler(torch.device("cuda")).state == "ok"
+
+
+def test_a_disk_that_returns_something_else_fails(few, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.LocalStore, "read", lambda *_: b"")
+    found = found_in(tmp_path)["disk"]
+    assert found.state == "failed"
+    assert found.text.startswith(f"{tmp_path} does not return what was written to it")
 
 
 def test_ranks_that_add_up_something_else_are_an_error(monkeypatch):

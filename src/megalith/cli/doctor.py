@@ -1,6 +1,7 @@
 """``megalith doctor``: says what this machine can train with, and what is missing."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -34,19 +35,29 @@ def doctor(
     show_log(console)
     console.show_progress("loading torch")
     with importing():
+        try:
+            import_module("torch")
+        except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
+            console.close()
+            _show("failed", "torch", f"cannot be imported: {type(error).__name__}: {error}")
+            raise typer.Exit(1) from error
         from megalith.fusions import explain
         from megalith.insight.doctor import examine
 
-    failed = False
+    failed = []
     try:
         for finding in examine(nproc, folder, console.show_progress):
             console.close()
-            first, *rest = finding.text.split("\n")
-            show_text("\n".join([f"{finding.state:<8}{finding.name:<15}{first}", *(f"{'':23}{line}" for line in rest)]))
-            failed |= finding.state == "failed"
+            _show(finding.state, finding.name, finding.text)
+            failed += [finding.name] * (finding.state == "failed")
     finally:
         console.close()
-    if operations:
+    if operations and not any(name.startswith("gpu") for name in failed):  # the table asks what the GPU can do
         show_text(f"\n{explain()}")
     if failed:
         raise typer.Exit(1)
+
+
+def _show(state: str, name: str, text: str) -> None:
+    first, *rest = text.split("\n")
+    show_text("\n".join([f"{state:<8}{name:<15}{first}", *(f"{'':23}{line}" for line in rest)]))

@@ -6,7 +6,7 @@ takes, starts ranks that exchange tensors, and writes a file durably.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,13 +27,13 @@ from megalith.fusions import (
     glu,
     grouped_matmul,
 )
+from megalith.fusions.core.compiler import why_no_compiler, why_not_compile
 from megalith.numerics.tolerance import gradient_error
 from megalith.observe.energy_sources import why_no_energy
 from megalith.observe.machine import describe_machine
 from megalith.observe.units import duration, gibibytes, quantity
 from megalith.resilience.call_ranks import call_ranks
 from megalith.storage import LocalStore, explained
-from megalith.training.compiling import missing_compiler
 from megalith.training.process_group import choose_device, process_group
 from megalith.wording import counted
 
@@ -72,19 +72,24 @@ def examine(num_ranks: int | None, folder: Path, progress: Callable[[str], None]
     yield _torch()
     yield from _devices()
     device = choose_device()
-    yield _compiler(device)
     for name, check in (
+        ("compiler", lambda: _compiler(device)),
         ("operations", lambda: _operations(device)),
         ("ranks", lambda: _ranks(device, num_ranks)),
         ("disk", lambda: _disk(folder)),
     ):
         progress(f"checking {name}")
-        try:
-            yield check()
-        except Exception as error:  # whatever a driver, a compiler or a disk may raise
-            what = "" if isinstance(error, MegalithError) else f"{type(error).__name__}: "
-            yield Finding("failed", name, f"{what}{error}")
-    yield from _missing(device)
+        yield from _attempted(name, (run() for run in [check]))
+    yield from _attempted("packages", _missing(device))
+
+
+def _attempted(name: str, found: Iterable[Finding]) -> Iterator[Finding]:
+    """Yields ``found``; an error on the way becomes a failure of the part ``name``."""
+    try:
+        yield from found
+    except Exception as error:  # whatever a driver, a compiler or a disk may raise
+        what = "" if isinstance(error, MegalithError) else f"{type(error).__name__}: "
+        yield Finding("failed", name, f"{what}{error}")
 
 
 def _torch() -> Finding:
@@ -97,17 +102,10 @@ def _torch() -> Finding:
 
 def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        built = "" if torch.version.cuda or torch.version.hip else "; this build of torch is for CPUs only"
-        yield Finding("off", "gpu", f"none: runs use the CPU, and ranks communicate over gloo{built}")
+        yield Finding("off", "gpu", f"none: runs use the CPU, and ranks communicate over gloo; {_why_no_gpu()}")
         return
     for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
-        free, total = torch.cuda.mem_get_info(number)
-        taken = f", {gibibytes(total - free)} of it in use" if total - free > 1 << 30 else ""
-        kind = f"compute capability {properties.major}.{properties.minor}"
-        yield Finding("ok", f"gpu {number}", f"{properties.name}, {gibibytes(total)}{taken}, {kind}")
-    if not optional.has_triton():
-        yield Finding("failed", "triton", "not installed, so kernels cannot run: pip install 'megalith[triton]'")
+        yield from _attempted(f"gpu {number}", _gpu(number))
     shm = Path("/dev/shm")
     if torch.cuda.device_count() > 1 and shm.exists() and (size := shutil.disk_usage(shm).total) < _LEAST_SHM:
         yield Finding(
@@ -118,14 +116,38 @@ def _devices() -> Iterator[Finding]:
         )
 
 
+def _gpu(number: int) -> Iterator[Finding]:
+    properties = torch.cuda.get_device_properties(number)
+    free, total = torch.cuda.mem_get_info(number)
+    taken = f", {gibibytes(total - free)} of it in use" if total - free > 1 << 30 else ""
+    kind = f"compute capability {properties.major}.{properties.minor}"
+    yield Finding("ok", f"gpu {number}", f"{properties.name}, {gibibytes(total)}{taken}, {kind}")
+
+
+def _why_no_gpu() -> str:
+    """Why torch finds no GPU, in a clause: a driver that is missing or too old looks like a machine without one."""
+    if not (torch.version.cuda or torch.version.hip):
+        return "this build of torch is for CPUs only"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # RuntimeError, or whatever the driver's library raises
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return "torch does not say why"
+
+
 def _compiler(device: torch.device) -> Finding:
+    """Builds and runs a loop: to find a compiler is not enough, because headers or libraries may be missing."""
     if device.type != "cpu":
-        return Finding("ok", "compiler", "Triton compiles the kernels")
-    if (compiler := missing_compiler()) is not None:
-        return Finding("off", "compiler", f"{compiler} was not found; operations run slower, uncompiled; install it")
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        return Finding("off", "compiler", "TORCH_COMPILE_DISABLE=1: operations run slower, uncompiled")
-    return Finding("ok", "compiler", "a C++ compiler for fused operations on CPUs")
+        if optional.has_triton():
+            return Finding("ok", "compiler", "Triton compiles the kernels")
+        needed = "triton is not installed, so kernels cannot run: pip install 'megalith[triton]'"
+        return Finding("failed", "compiler", needed)
+    slower = "fused operations run slower, uncompiled"
+    if (reason := why_no_compiler()) is not None:
+        return Finding("off", "compiler", f"{reason}; {slower}")
+    if (reason := why_not_compile()) is not None:
+        return Finding("failed", "compiler", f"{reason}; {slower}")
+    return Finding("ok", "compiler", "a C++ compiler builds fused operations for CPUs")
 
 
 def _operations(device: torch.device) -> Finding:
@@ -187,7 +209,7 @@ def _ranks(device: torch.device, num_ranks: int | None) -> Finding:
     if num_ranks is None:
         num_ranks = 2 if device.type == "cpu" else torch.cuda.device_count()
     if device.type == "cuda" and num_ranks == 1:
-        return Finding("ok", "ranks", "one GPU has one rank, which exchanges nothing")
+        return Finding("ok", "ranks", "one rank exchanges nothing")
     started = perf_counter()
     seconds = max(call_ranks(num_ranks, _exchange, _NUM_BYTES // 4, stall_seconds=_STALL))
     took, backend = duration(perf_counter() - started), "gloo" if device.type == "cpu" else "NCCL"
