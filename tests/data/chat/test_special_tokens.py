@@ -106,6 +106,31 @@ def test_of_special_tokens_that_begin_alike_the_longest_counts():
     assert [made.decode([id]) for id in spelled] == ["<", "s", ">>"]
 
 
+@pytest.mark.parametrize("expression", ["{{ messages[0].content }}", "{{ messages[0].content | upper }}"])
+@pytest.mark.parametrize("spelled", ["EOS", "say EOS", "EOSEOS", "</turn>EOS", "sEOSs"])
+def test_a_special_token_of_letters_alone_is_not_forged_either(expression, spelled):
+    made = train_byte_level_bpe(["say END OF"] * 9, 300, ["EOS", *SPECIAL])
+    made, found = encoded(ONE % (expression + "EOS"), spelled, made)
+    assert special_in(made, found) == ["<|im_start|>", "EOS", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
+    assert spelled.upper() in made.decode(found.tokens).upper()
+
+
+def test_the_template_may_write_a_role_that_is_a_special_token():
+    made = train_byte_level_bpe(["one two"], 300, ["user", "assistant", "<|end|>"])
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}<|end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    [found] = ChatEncoder(made, ChatFormat(template))({"messages": [user("the user"), assistant("fine")]})
+    assert special_in(made, found) == ["user", "<|end|>", "assistant", "<|end|>"]
+
+
+def test_a_message_that_hides_a_special_token_of_the_template_in_a_longer_one_is_refused():
+    made = train_byte_level_bpe(["one two"], 300, ["#<", *SPECIAL])
+    with pytest.raises(DataError, match="a message could forge one"):
+        encoded(ONE % "{{ messages[0].content }}<s>", "one #", made)
+    made, found = encoded(ONE % "{{ messages[0].content }}<s>", "# one", made)
+    assert special_in(made, found) == ["<|im_start|>", "<s>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
+
+
 def test_contents_that_are_no_text_are_refused():
     with pytest.raises(DataError, match="must be text; it contains bytes, b'</turn>'"):
         encoded(ONE % "{{ messages[0].content }}", b"</turn>")

@@ -1,11 +1,15 @@
 """Tells the special tokens that a chat template writes from those that a conversation spells.
 
 A conversation is rendered twice: as it is, and with a stand-in for each character of its texts that special tokens
-have besides letters and digits, and in each text that is all the letters of one. The two texts must agree everywhere
-else; then a stand-in shows what comes from the conversation, however the template joins, cuts or quotes it, and a
-special token in which there is none is the template's. A role has no stand-ins for letters, because templates write
-it in special tokens. Texts that the template itself names, such as ``</think>``, are kept, because it may look for
-them: they cannot be part of a special token. If the texts do not agree, the record is refused.
+have besides letters and digits, in each text that is all the letters of one, and wherever a text spells one that has
+only letters and digits. The two texts must agree everywhere else; then a stand-in shows what comes from the
+conversation, however the template joins, cuts or quotes it, and a special token in which there is none is the
+template's. Two cases are missed: letters and digits of the conversation that the template completes to a special
+token, and a special token of letters and digits alone that is spelled by several texts together.
+
+A role has no stand-ins for letters, because templates write it in special tokens. Texts that the template itself
+names, such as ``</think>``, are kept, because it may look for them: they cannot be part of a special token. If the
+texts do not agree, the record is refused.
 """
 
 import re
@@ -38,8 +42,15 @@ class SpecialTokens:
         kept = [
             name for name in template.names if signs & set(name) and not any(map(partial(_meet, name), self._texts))
         ]
+        without_signs = [text for text in self._texts if not signs & set(text)]  # in any case: a template may change it
         self._kept_or_sign = re.compile(
-            "|".join([*map(re.escape, sorted(kept, key=len, reverse=True)), f"({_one_of(signs)})"])
+            "|".join(
+                [
+                    *map(re.escape, sorted(kept, key=len, reverse=True)),
+                    f"(?P<sign>{_one_of(signs)})",
+                    f"(?P<spelled>(?i:{_one_of(without_signs)}))",
+                ]
+            )
         )
 
     def forged(self, text: str, content: Any, render: Callable[[Any], str]) -> list[Span]:
@@ -68,7 +79,11 @@ class SpecialTokens:
         return sorted(set(spelled) - set(written))
 
     def _with_stand_ins(self, text: str, is_role: bool, *, stand_in: str) -> str:
-        signs = self._kept_or_sign.sub(lambda found: stand_in if found.group(1) else found.group(), text)
+        def changed(found: re.Match[str]) -> str:
+            is_forgery = found["sign"] or (found["spelled"] and not is_role)
+            return stand_in + found.group()[1:] if is_forgery else found.group()
+
+        signs = self._kept_or_sign.sub(changed, text)
         if text in self._words and not is_role:
             return stand_in + signs[1:]  # such as a name s that a template writes as <s>; templates write <|role|>
         return signs
