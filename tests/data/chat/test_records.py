@@ -19,6 +19,15 @@ def test_sharegpts_conversations_are_messages():
     assert found == encode(CHATML, [{"role": "system", "content": "be"}, user("one"), assistant("two")])
 
 
+def test_messages_of_sharegpt_keep_their_other_fields():
+    first, last = {"from": "gpt", "value": "two", "weight": 0}, {"from": "gpt", "value": "four", "weight": 1}
+    given = [{"from": "human", "value": "one"}, first, {"from": "human", "value": "three"}, last]
+    [found] = encoder()({"conversations": given})
+    messages = [user("one"), assistant("two", weight=0), user("three"), assistant("four")]
+    assert found == encode(CHATML, messages)
+    assert "two" in runs(found)[0]
+
+
 def test_of_a_prompt_of_messages_nothing_is_learned():
     prompt = [user("one"), assistant("two"), user("three")]
     [found] = encoder()({"prompt": prompt, "completion": [assistant("four")]})

@@ -162,4 +162,5 @@ def _with_role(message: Any) -> Any:
             f"must have messages from {', '.join(_SHAREGPT_ROLES)} under 'conversations'; got {author!r:.80}; write "
             "them under 'messages' with a role and a content"
         )
-    return {"role": _SHAREGPT_ROLES[author], "content": message.get("value")}
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}  # such as a weight
+    return {**others, "role": _SHAREGPT_ROLES[author], "content": message.get("value")}
