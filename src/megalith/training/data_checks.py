@@ -81,8 +81,9 @@ def _named_twice(config: RunConfig) -> Iterator[str]:
 
 
 def check_beginnings(config: RunConfig) -> Iterator[str]:
-    """Warns if documents of only some training datasets begin with the tokens that the tokenizer puts there."""
-    datasets = train_datasets(config)
+    """Warns if texts of only some training datasets begin with the tokens that the tokenizer puts there."""
+    # how a conversation begins is up to its chat template
+    datasets = [dataset for dataset in train_datasets(config) if not holds_conversations(dataset)]
     begin: tuple[int, ...] = ()
     if len(datasets) > 1:
         with suppress(DataError):  # other checks report it, or the datasets name no tokenizer
@@ -101,7 +102,11 @@ def check_chat_templates(config: RunConfig) -> Iterator[str]:
     """Warns if conversations were made with different chat templates: the run keeps only one."""
     if not train_datasets(config):  # another check reports it
         return
-    made = {prefix: chat for prefix, chat in chats_of_data(config).items() if chat.template is not None}
+    made = {
+        prefix: (chat.template, chat.tools_template)
+        for prefix, chat in chats_of_data(config).items()
+        if chat.template is not None
+    }
     if differing := list(_differing(made)):
         first, other = differing[0]
         say(
