@@ -247,6 +247,16 @@ CONTINUED = {
         identity({"w": 1, "c": 2}, at_5={"c": 1}, at_20={"w": 2, "c": 3}),
         [(0, {"w": 1, "c": 2}), (4, {"w": 1, "c": 0}), (9, {"w": 0, "c": 1}), (20, {"w": 2, "c": 3})],
     ),
+    "a phase that begins here": (
+        identity({"w": 1, "c": 2}),
+        identity({"w": 1, "c": 1}, at_9={"c": 1}),
+        [(0, {"w": 1, "c": 2}), (9, {"w": 0, "c": 1})],
+    ),
+    "a phase that was to begin here": (
+        identity({"w": 1, "c": 2}, at_9={"w": 1}),
+        identity({"w": 1, "c": 1}),
+        [(0, {"w": 1, "c": 2}), (9, {"w": 1, "c": 1})],
+    ),
     "one dataset": (ONE, identity({"w": 1, "d": 4}), [(0, {"w": 1, "d": 0}), (9, {"w": 1, "d": 4})]),
     "one dataset that is gone": (ONE, identity({"c": 1, "d": 4}), None),
     "another name": (identity({"w": 1, "c": 2}), identity({"x": 1, "c": 2}), None),

@@ -3,7 +3,7 @@
 import pytest
 
 from megalith.data.chat.turn_ends import turn_ends
-from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.tokenizer import Tokenizer
 from tests.data.chat.examples import CHATML, CHATS, INSTRUCTIONS, TURNS, assistant, prepare_chats, user, write_tokenizer
 
@@ -44,10 +44,20 @@ def test_a_message_that_spells_the_token_does_not_count(tmp_path):
     assert ends(tmp_path, PLAIN, [{"messages": [user("one"), assistant("two<|im_end|>")]}]) == []
 
 
-@pytest.mark.parametrize(("num_calls", "expected"), [(1, ["</turn>"]), (3, ["</turn>", "<|im_end|>"])])
+@pytest.mark.parametrize(("num_calls", "expected"), [(1, ["</turn>"]), (2, ["</turn>", "<|im_end|>"])])
 def test_a_second_token_counts_if_it_ends_a_tenth_of_the_turns(num_calls, expected, tmp_path):
     chats = [[user("one"), assistant("two", call=number < num_calls)] for number in range(20)]
     assert ends(tmp_path, CALLS, [{"messages": chat} for chat in chats]) == expected
+
+
+@pytest.mark.parametrize(("num_blanks", "is_found"), [(0, True), (8, True), (9, False)])
+def test_at_most_eight_blank_tokens_may_follow(num_blanks, is_found, tmp_path):
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
+    [blank], end = tokenizer.encode("\n"), tokenizer.token_id("</turn>")
+    with IndexedDatasetBuilder(tmp_path / "chats", "uint16") as builder:
+        builder.add_document([1, 2, end, *[blank] * num_blanks], [1, 2 + num_blanks])
+        builder.finalize(conversations=True)
+    assert turn_ends([IndexedDataset(tmp_path / "chats")], tokenizer) == (end,) * is_found
 
 
 def test_plain_completions_end_with_the_document(tmp_path):
