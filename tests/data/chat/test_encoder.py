@@ -294,9 +294,20 @@ def test_without_a_template_the_completion_and_its_end_are_learned():
     assert runs(alone) == ["<s>", "three<|endoftext|>"]
 
 
-def test_reasoning_has_the_names_that_templates_read():
-    template = "{% for m in messages %}{{ m.reasoning_content or '-' }}{{ m.content }}{% endfor %}"
-    assert "hmtwo" in runs(encode(template, [user("one"), assistant("two", reasoning="hm")]))[1]
+def test_reasoning_has_the_names_that_templates_read(theirs):
+    template = "{% for m in messages %}{{ m.reasoning_content }}, {{ m.thinking }}: {{ m.content }}{% endfor %}"
+    given = {"reasoning_content": "a"}, {"thinking": "b"}, {"reasoning": "c"}, {"reasoning": "d", "thinking": "e"}
+    for fields in given:
+        chat = [user("one"), assistant("two", **fields)]
+        found = encode(template, chat)
+        assert found.tokens == theirs.apply_chat_template(chat, chat_template=template, return_dict=False)
+    assert runs(found)[1] == "e, e: two"
+
+
+def test_a_template_without_documents_sees_none(theirs):
+    template = "{{ documents is none }}" + CHATML
+    expected = theirs.apply_chat_template(CHATS[0], chat_template=template, return_dict=False)
+    assert encode(template, CHATS[0]).tokens == expected
 
 
 def test_what_a_template_refuses_is_said():
