@@ -289,6 +289,15 @@ def test_the_tokenizer_of_a_run_is_that_of_the_first_dataset_that_names_one(toke
     assert _tokenizer_sha256(LocalStore(tmp_path / "elsewhere"), load_run(tree)) == digest
 
 
+def test_a_run_whose_tokenizer_is_gone_says_that_it_keeps_none(tokenizers, tmp_path, caplog):
+    sets_with(tokenizers, tmp_path, "one")
+    (tmp_path / "one").unlink()
+    assert train(tmp_path).code == 0
+    [line] = [message for message in caplog.messages if "the run keeps neither" in message]
+    assert line.startswith(f"{tmp_path / 'one'} ")
+    assert not (tmp_path / "run" / "tokenizer.json").exists()
+
+
 def test_every_dataset_is_compared_with_the_tokenizer_that_is_given(tokenizers, tmp_path):
     sets_with(tokenizers, tmp_path, "other")
     found = train(tmp_path, f"data.tokenizer={tokenizers / 'one'}")

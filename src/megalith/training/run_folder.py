@@ -8,6 +8,7 @@ huggingface/       the files next to the tokenizer in the Hugging Face folder th
 eod.json           {"id", "begin", "ends"}: tokens that end a document, begin a text, and end a text
 """
 
+import logging
 from pathlib import Path
 
 from megalith.config import RunConfig, dump_yaml
@@ -18,6 +19,7 @@ from megalith.errors import DataError
 from megalith.storage import LocalStore, Store, open_store
 from megalith.storage.atomic import write_text_atomic
 from megalith.training.continuity import with_absolute_paths
+from megalith.training.data_checks import train_datasets
 from megalith.training.kept import (
     KEPT_TOKENIZER,
     keep,
@@ -33,6 +35,8 @@ from megalith.training.run_tokenizer import chats_of_data, load_tokenizer
 from megalith.training.tasks.tokens_of_origin import companions_of_origin, goes_on
 
 __all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run"]
+
+log = logging.getLogger(__name__)
 
 
 def keep_settings(run: Run) -> None:
@@ -111,6 +115,9 @@ def _training_tokenizer(run: Run) -> Tokenizer | None:
         return None
     try:
         return load_tokenizer(run.config)
-    except DataError:
-        # data without their tokenizer, in a resumed run: what it kept at its start is still right
-        return kept_tokenizer(LocalStore(run.folder)) if goes_on(run.config) else None
+    except DataError as error:
+        if goes_on(run.config):  # what it kept at its start is still right
+            return kept_tokenizer(LocalStore(run.folder))
+        if any(data.sidecar is not None and data.sidecar.tokenizer is not None for data in train_datasets(run.config)):
+            log.warning("%s; the run keeps neither the tokenizer of its data nor their chat template", error)
+        return None
