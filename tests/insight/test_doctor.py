@@ -103,12 +103,12 @@ def test_a_number_of_ranks_below_one_is_refused():
     ("version", "state"),
     [("2.10.1", "off"), ("2.11.0+cu130", "ok"), ("2.13.2", "ok"), ("2.14.0a0+git1", "off"), ("3.0.0", "off")],
 )
-def test_other_versions_of_torch_are_told(version, state, monkeypatch):
+def test_other_versions_of_torch_are_reported(version, state, monkeypatch):
     monkeypatch.setattr(torch, "__version__", version)
     assert doctor._torch().state == state
 
 
-def test_a_missing_compiler_and_packages_are_told_with_the_command_that_installs_them(few, monkeypatch, tmp_path):
+def test_a_missing_compiler_and_packages_are_reported_with_the_command_that_installs_them(few, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "why_no_compiler", lambda: "no C++ compiler (install g++)")
     monkeypatch.setattr(optional, "has", lambda package: package == "wandb")
     found = found_in(tmp_path)
@@ -121,7 +121,7 @@ def test_a_missing_compiler_and_packages_are_told_with_the_command_that_installs
     assert "megatron" not in found
 
 
-def test_each_gpu_is_told_and_a_container_with_little_shared_memory_fails(few, monkeypatch, tmp_path):
+def test_each_gpu_is_reported_and_a_container_with_little_shared_memory_fails(few, monkeypatch, tmp_path):
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -137,7 +137,7 @@ def test_each_gpu_is_told_and_a_container_with_little_shared_memory_fails(few, m
     assert [finding.name for finding in doctor._devices()] == ["gpu 0"]
 
 
-def test_a_gpu_that_cannot_be_used_fails_and_the_others_are_told(monkeypatch):
+def test_a_gpu_that_cannot_be_used_fails_and_the_others_are_reported(monkeypatch):
     def memory(number: int) -> tuple[int, int]:
         if number == 0:
             raise torch.AcceleratorError("CUDA error: device(s) is/are busy or unavailable")
@@ -179,7 +179,7 @@ def test_without_a_gpu_the_line_says_why_cuda_has_none(monkeypatch):
     assert gpu.text.endswith("; The NVIDIA driver on your system is too old (found version 12020).")
 
 
-def test_a_torch_that_cannot_be_imported_is_told(monkeypatch, tmp_path):
+def test_a_torch_that_cannot_be_imported_is_reported(monkeypatch, tmp_path):
     def fail_to_import(name: str) -> None:
         raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
 

@@ -41,11 +41,11 @@ def write_chats(prefix: Path, template: str, *ends: int) -> str:
 
 
 @pytest.mark.parametrize("names", [("begun", "plain"), ("plain", "begun")])
-def test_texts_of_which_only_some_begin_with_bos_are_told(names, beginning, tmp_path, caplog):
+def test_texts_of_which_only_some_begin_with_bos_are_reported(names, beginning, tmp_path, caplog):
     sets = {"begun": write_text(tmp_path / "begun", BOS), "plain": write_text(tmp_path / "plain")}
     assert list(check_beginnings(run_on(tmp_path, **{name: sets[name] for name in names}))) == []
-    told = f"documents of {sets['begun']} begin with the tokens [7], those of {sets['plain']} do not"
-    assert [told in message for message in caplog.messages] == [True]
+    line = f"documents of {sets['begun']} begin with the tokens [7], those of {sets['plain']} do not"
+    assert [line in message for message in caplog.messages] == [True]
 
 
 def test_how_conversations_begin_is_up_to_their_template(beginning, tmp_path, caplog):
@@ -54,9 +54,9 @@ def test_how_conversations_begin_is_up_to_their_template(beginning, tmp_path, ca
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize(("other", "is_told"), [("one", False), ("two", True)])
-def test_only_another_template_is_told_not_other_tokens_that_end_turns(other, is_told, tmp_path, caplog):
+@pytest.mark.parametrize(("other", "is_reported"), [("one", False), ("two", True)])
+def test_another_template_is_reported_but_not_other_tokens_that_end_turns(other, is_reported, tmp_path, caplog):
     sets = {"a": write_chats(tmp_path / "a", "one", 3), "b": write_chats(tmp_path / "b", other, 3, 4)}
     assert list(check_chat_templates(run_on(tmp_path, **sets))) == []
-    told = f"the conversations of {sets['a']} and {sets['b']} were made with different chat templates"
-    assert [told in message for message in caplog.messages] == [True] * is_told
+    line = f"the conversations of {sets['a']} and {sets['b']} were made with different chat templates"
+    assert [line in message for message in caplog.messages] == [True] * is_reported

@@ -43,12 +43,12 @@ _TESTED = ((2, 11), (2, 13))  # the first and the last version of torch
 _TOLERANCE = 0.01  # relative error of a whole tensor; bfloat16 rounds by up to 0.004
 _NUM_BYTES = 1 << 26  # that ranks add up, and that are written to the disk
 _LEAST_SHM = 1 << 30  # bytes of /dev/shm; NCCL takes some 10 MB for each pair of GPUs that have no direct connection
-_STALL = 60.0  # seconds after which ranks that make no progress are given up
+_STALL = 60.0  # seconds after which ranks that make no progress are given up on
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. ``state``: ok; off, if a part is not there that runs do not need; or failed."""
+    """What one check found. ``state``: ok; off: a part is missing that runs do not need; failed: it does not work."""
 
     state: Literal["ok", "off", "failed"]
     name: str
