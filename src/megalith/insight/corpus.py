@@ -1,5 +1,6 @@
 """Real text that every machine has: the source code of the running Python's standard library."""
 
+import ast
 import hashlib
 import os
 import sysconfig
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from megalith.errors import ConfigError, DataError
 
-__all__ = ["labelled_passages", "split_by_file", "standard_library_sources"]
+__all__ = ["documented_functions", "labelled_passages", "split_by_file", "standard_library_sources"]
 
 _SMALLEST = 2_000_000  # bytes; full libraries have about 12 MB, Debian's python3-minimal under 1 MB
 # tests, installed packages, and build artifacts
@@ -78,6 +79,28 @@ def labelled_passages(files: Sequence[Path], num_packages: int, num_lines: int) 
             passages.setdefault(below[0], []).extend("\n".join(lines[first : first + num_lines]) for first in whole)
     largest = sorted(passages, key=lambda name: (-len(passages[name]), name))[:num_packages]
     return [(passage, name) for name in sorted(largest) for passage in passages[name]]
+
+
+def documented_functions(files: Sequence[Path]) -> list[tuple[str, str]]:
+    """(summary, code) for the functions with a docstring, in the order of ``files``; each function once.
+
+    The summary is the first paragraph of the docstring, in one line; the code is without docstring, comments and decorators.
+    Functions of a single statement, and files that this Python cannot parse, are left out. Finding the code of a
+    summary is a realistic retrieval task (Husain et al. 2019, "CodeSearchNet", arXiv:1909.09436).
+    """
+    found: dict[tuple[str, str], None] = {}
+    for path in files:
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
+                summary = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                if summary:
+                    node.body, node.decorator_list = node.body[1:], []
+                    found[summary, ast.unparse(node)] = None
+    return list(found)
 
 
 def _is_utf8(text: bytes) -> bool:
