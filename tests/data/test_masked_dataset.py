@@ -8,13 +8,13 @@ from math import comb
 import numpy as np
 import pytest
 
-import megalith.data.masked_dataset as masked_dataset
+import megalith.data.sentence_dataset as sentence_dataset
 import megalith.data.sentence_packing as packing
 import megalith.data.t5_dataset as t5_dataset
 from megalith.config.masking_config import MaskingConfig
 from megalith.data.bert_dataset import BertDataset, stack_bert_samples
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megalith.data.masked_dataset import HeldOutSamples
+from megalith.data.sentence_dataset import HeldOutSamples
 from megalith.data.special_tokens import SPECIAL_TOKENS, T5Tokens, bert_tokens, t5_tokens
 from megalith.data.t5_dataset import T5Dataset, T5Sample, decoder_length, fill_spans
 from megalith.data.tokenizer import train_byte_level_bpe
@@ -346,7 +346,7 @@ def test_samples_that_are_packed_otherwise_are_other_data(prefix, tokenizer):
 
 def test_a_sentence_that_is_too_long_is_cut_where_it_reaches_the_room():
     starts, ends, documents = np.array([0, 3, 13, 20]), np.array([3, 13, 19, 24]), np.array([0, 2, 2, 4])
-    begins, stops, of_document = masked_dataset._cut(starts, ends, documents, 4)
+    begins, stops, of_document = sentence_dataset._cut(starts, ends, documents, 4)
     pieces = [(0, 3), (3, 7), (7, 11), (11, 13), (13, 17), (17, 19), (20, 24)]
     assert list(zip(begins.tolist(), stops.tolist(), strict=True)) == pieces
     assert of_document.tolist() == [0, 4, 4, 7]
@@ -354,7 +354,7 @@ def test_a_sentence_that_is_too_long_is_cut_where_it_reaches_the_room():
 
 def test_it_says_how_many_sentences_it_cuts_if_any(prefix, tokenizer, caplog):
     BertDataset(prefix, tokenizer, 8, 0, MaskingConfig(long_sentences="cut"))  # room for 5 tokens
-    starts, ends, _ = masked_dataset._sentences(IndexedDataset(prefix))
+    starts, ends, _ = sentence_dataset._sentences(IndexedDataset(prefix))
     lengths = ends - starts
     [line] = [record.getMessage() for record in caplog.records]
     assert line == f"{prefix}: cut {(lengths > 5).sum()} of {len(lengths)} sentences, those of more than 5 tokens"

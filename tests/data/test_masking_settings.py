@@ -6,7 +6,7 @@ import pytest
 from megalith.config.masking_config import MaskingConfig
 from megalith.data.bert_dataset import BertDataset
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
-from megalith.data.masked_dataset import HeldOutSamples
+from megalith.data.sentence_dataset import HeldOutSamples
 from megalith.data.special_tokens import SPECIAL_TOKENS
 from megalith.data.t5_dataset import T5Dataset, decoder_length
 from megalith.data.tokenizer import train_byte_level_bpe

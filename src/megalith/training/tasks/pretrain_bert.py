@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from megalith.config import MaskingConfig, RunConfig
 from megalith.data.bert_dataset import BertBatch, BertDataset, BertSample, stack_bert_samples
 from megalith.data.blended_dataset import blended
-from megalith.data.masked_dataset import HeldOutSamples
 from megalith.data.samples import Samples
+from megalith.data.sentence_dataset import HeldOutSamples
 from megalith.models.bert_model import BertOutput
 from megalith.training.tasks.bert_task import BertInputs, BertTask
 from megalith.training.tasks.masked_task import HELD_OUT_SEED

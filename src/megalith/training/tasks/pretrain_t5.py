@@ -14,8 +14,8 @@ from megalith.config import MaskingConfig, RunConfig
 from megalith.config.draft import round_up
 from megalith.config.layout import Layout
 from megalith.data.blended_dataset import blended
-from megalith.data.masked_dataset import HeldOutSamples
 from megalith.data.samples import Samples
+from megalith.data.sentence_dataset import HeldOutSamples
 from megalith.data.special_tokens import t5_tokens
 from megalith.data.t5_dataset import T5Batch, T5Dataset, T5Sample, decoder_length, fill_spans, stack_t5_samples
 from megalith.device_copy import to_device
