@@ -39,6 +39,10 @@ KIND_MISTAKES = [
         r"model.bert.similarity_temperature \(0.1\) has no effect with model.bert.head=pretraining, only .*=embedding",
     ),
     Mistake(
+        {"data.query_in_block_probability": 0.5},
+        r"data.query_in_block_probability \(0.5\) needs model.bert.head=embedding: .*; remove|use",
+    ),
+    Mistake(
         {"data.num_negatives": 1},
         r"data.num_negatives \(1\) needs model.bert.head=embedding: .*; use data.num_negatives=null",
     ),

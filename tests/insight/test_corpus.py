@@ -8,7 +8,7 @@ import pytest
 
 from megalith.errors import ConfigError, DataError
 from megalith.insight import corpus
-from megalith.insight.corpus import labelled_passages, split_by_file, standard_library_sources
+from megalith.insight.corpus import documented_functions, labelled_passages, split_by_file, standard_library_sources
 
 FILES = [Path(f"/usr/lib/python3/{folder}/{number}.py") for folder in ("a", "b") for number in range(100)]
 
@@ -93,3 +93,44 @@ def test_passages_are_whole_and_those_of_the_largest_packages(tmp_path):
     assert [label for _, label in found] == ["big"] * 5 + ["medium"] * 2
     assert found[0][0] == "big/a.py 0\nbig/a.py 1"
     assert found[3][0] == "big/deep/b.py 0\nbig/deep/b.py 1"
+
+
+CODE = '''
+class Ship:
+    @property
+    def name(self) -> str:
+        """The name of
+        a ship.
+
+        More of it."""
+        # read once
+        return self.known or "none"
+
+    def sail(self):
+        """A single statement is the docstring itself."""
+
+async def find(ships, name="x"):
+    "Finds a ship."
+    def inner():
+        "Inside."
+        return 1
+    return [ship for ship in ships if ship.name == name]
+
+def silent():
+    return 1
+'''
+
+
+def test_documented_functions_are_pairs_of_summary_and_code(tmp_path):
+    for name, text in (("a", CODE), ("b", "def broken(:"), ("c", CODE)):
+        (tmp_path / f"{name}.py").write_text(text)
+    found = documented_functions([tmp_path / f"{name}.py" for name in "abc"])
+    assert found == [
+        (
+            "Finds a ship.",
+            'async def find(ships, name=\'x\'):\n\n    def inner():\n        """Inside."""\n        return 1\n'
+            "    return [ship for ship in ships if ship.name == name]",
+        ),
+        ("The name of a ship.", "def name(self) -> str:\n    return self.known or 'none'"),
+        ("Inside.", "def inner():\n    return 1"),
+    ]

@@ -96,6 +96,13 @@ class DataConfig(SettingsGroup):
         le=LARGEST_SIZE,
         description="[passages] per query that are hard negatives, drawn from those in the dataset",
     )
+    query_in_block_probability: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="[probability] that a block has its query too, when pairs are made from text (inverse cloze task); "
+        "null: 0.1",
+    )
     decoder_seq_length: int | None = Field(
         default=None,
         ge=1,

@@ -15,6 +15,7 @@ __all__ = [
 
 _BERT, _HEAD, _CLASSES = "model.bert.num_token_types", "model.bert.head", "model.bert.num_classes"
 _BATCH, _NEGATIVES = "train.global_batch_size", "data.num_negatives"
+_IN_BLOCK = "data.query_in_block_probability"
 _OFFSET, _POSITIONS = "model.bert.position_offset", "model.position_embedding_type"
 
 # a group that model.bert does not support -> a setting that the group always has, and the reason
@@ -45,11 +46,11 @@ def classes_are_counted(run: Draft) -> Iterator[Violation]:
 
 
 def negatives_are_of_queries(run: Draft) -> Iterator[Violation]:
-    """data.num_negatives needs bert.head=embedding."""
-    number = run.get(_NEGATIVES)
-    if number and run.get(_HEAD) != "embedding":
-        message = f"{_NEGATIVES} ({number}) needs {_HEAD}=embedding: no other model compares a query with passages"
-        yield Violation("negatives_are_of_queries", _NEGATIVES, message, ({_NEGATIVES: None},))
+    """data.num_negatives and data.query_in_block_probability need bert.head=embedding."""
+    for name in (_NEGATIVES, _IN_BLOCK):
+        if run.get(name) and run.get(_HEAD) != "embedding":
+            message = f"{name} ({run.get(name)}) needs {_HEAD}=embedding: no other model compares a query with passages"
+            yield Violation("negatives_are_of_queries", name, message, ({name: None},))
 
 
 def queries_have_negatives(run: Draft) -> Iterator[Violation]:

@@ -82,11 +82,11 @@ def labelled_passages(files: Sequence[Path], num_packages: int, num_lines: int) 
 
 
 def documented_functions(files: Sequence[Path]) -> list[tuple[str, str]]:
-    """(summary, code) for the functions with a docstring, in the order of ``files``; each function once.
+    """(summary, code) for the functions with a docstring, in the order of ``files``, each once.
 
-    The summary is the first paragraph of the docstring, in one line; the code is without docstring, comments and decorators.
-    Functions of a single statement, and files that this Python cannot parse, are left out. Finding the code of a
-    summary is a realistic retrieval task (Husain et al. 2019, "CodeSearchNet", arXiv:1909.09436).
+    The summary is the first paragraph of the docstring, in one line; the code is without docstring, comments and
+    decorators. Functions of a single statement, and files that this Python cannot parse, are left out. Finding the code
+    of a summary is a realistic retrieval task (Husain et al. 2019, "CodeSearchNet", arXiv:1909.09436).
     """
     found: dict[tuple[str, str], None] = {}
     for path in files:

@@ -1,5 +1,6 @@
 """An embedding model: its loss and measures computed from each text alone, and the same in every layout."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,46 @@ def test_a_sample_is_shown_text_by_text(tmp_path):
     lines = task.sample_as_text(task.train_dataset()[0])
     assert [line for line in lines if not line.startswith("  ")] == ["query:", "positive:", "negative:", "negative:"]
     assert sum("[CLS]" in line and "[SEP]" in line for line in lines) == 4
+
+
+def from_text(folder: Path, **data: Any) -> dict[str, Any]:
+    """A settings tree for pairs made from the sentences in ``folder``."""
+    tree = embedding_settings(folder)
+    return {**tree, "data": {"train": str(folder / "text"), "seq_length": tree["data"]["seq_length"], **data}}
+
+
+def test_pairs_are_made_from_plain_text_too(tmp_path):
+    tree = from_text(tmp_path)
+    task = task_of(load_run(tree))
+    lines = task.sample_as_text(task.train_dataset()[0])
+    assert [line for line in lines if not line.startswith("  ")] == ["query:", "positive:"]
+    held_out = task.evaluation_dataset(tree["data"]["train"])
+    blocks = [sample.texts[1][1:-1].tobytes() for sample in (held_out[number] for number in range(len(held_out)))]
+    assert len(held_out) > 10
+    assert len(set(blocks)) == len(blocks), "each block once"
+    [want] = ranks(1, steps, {**tree, "train": {**tree["train"], "micro_batch_size": 8}}, 1)
+    for found in ranks(2, steps, {**tree, "parallel": {"shard": 2}}, 2):
+        assert differences(found, want) == []
+
+
+@pytest.mark.parametrize("probability", [0.0, None, 1.0])
+def test_a_query_stays_in_its_block_as_often_as_is_set(probability, tmp_path):
+    task = task_of(load_run(from_text(tmp_path, query_in_block_probability=probability)))
+    samples = [task.train_dataset()[number].texts for number in range(400)]
+    kept = np.mean([query[1:-1].tobytes() in block.tobytes() for query, block in samples])
+    if probability is None:
+        assert 0.04 < kept < 0.25  # some sentences occur twice in a block
+    else:
+        assert abs(kept - probability) < 0.1
+
+
+def test_settings_that_do_not_apply_to_the_data_are_refused(tmp_path):
+    task = task_of(load_run(from_text(tmp_path, num_negatives=1)))
+    with pytest.raises(ConfigError, match=r"data.num_negatives \(1\) must be 0 for .*text, which holds text"):
+        task.train_dataset()
+    tree = embedding_settings(tmp_path, data={"query_in_block_probability": 0.5})
+    with pytest.raises(ConfigError, match=r"query_in_block_probability is for pairs made from text; .* leave it out"):
+        task_of(load_run(tree)).train_dataset()
 
 
 def test_masking_is_refused(tmp_path):

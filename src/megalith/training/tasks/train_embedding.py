@@ -1,8 +1,10 @@
-"""Trains an encoder to embed texts for retrieval: a query is close to its passage, and far from all other passages."""
+"""Trains an encoder to embed texts for retrieval: a query is close to its passage, and far from all other passages.
+
+Pairs are those of ``megalith data pairs``, or made from plain text by the inverse cloze task.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -11,8 +13,12 @@ from torch import Tensor, nn
 
 from megalith.config import RunConfig, batch_size_stages
 from megalith.data.blended_dataset import blended
+from megalith.data.conversations import holds_pairs
+from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.pairs.dataset import PairBatch, PairDataset, PairSample, PairTexts, stack_pairs
-from megalith.data.samples import Samples
+from megalith.data.pairs.inverse_cloze import InverseClozeDataset
+from megalith.data.samples import Samples, SizedSamples
+from megalith.data.sentence_dataset import HeldOutSamples
 from megalith.data.special_tokens import bert_tokens
 from megalith.device_copy import to_device
 from megalith.errors import ConfigError
@@ -29,11 +35,13 @@ from megalith.topology.collectives import (
 )
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.tasks.bert_task import EncoderTask
+from megalith.training.tasks.masked_task import HELD_OUT_SEED
 from megalith.training.tasks.shown_text import bracketed
 from megalith.training.tasks.task import JointTask
 
 __all__ = ["EmbeddingInputs", "TrainEmbedding"]
 
+_IN_BLOCK = 0.1  # as in arXiv:1906.00300
 _TOP = (1, 5, 20)  # as in DPR's evaluation, arXiv:2004.04906
 
 
@@ -90,15 +98,17 @@ class TrainEmbedding(
             raise ConfigError("data.masking is for pretraining; bert.head=embedding masks nothing; leave it out")
 
     def train_dataset(self) -> Samples[PairSample]:
-        """Returns ``data.train`` in the order of ``train.seed``."""
-        return blended(self.config.data, partial(self._dataset, seed=self.config.train.seed))
+        """Returns ``data.train`` in the order of ``train.seed``: pairs, or those made from plain text."""
+        return blended(self.config.data, self._dataset)
 
-    def evaluation_dataset(self, prefix: str) -> PairTexts:
-        """Returns the pairs of ``prefix``, each once, with the first negatives of each."""
-        data, vocab_size = self.config.data, self.config.model.vocab_size
-        return PairTexts(
-            prefix, self.tokenizer, data.seq_length, num_negatives=data.num_negatives, vocab_size=vocab_size
-        )
+    def evaluation_dataset(self, prefix: str) -> SizedSamples[PairSample]:
+        """Returns the pairs of ``prefix``, each once, with the first negatives of each; or one of each block of text.
+
+        Raises ConfigError for settings that do not apply to the dataset.
+        """
+        if not holds_pairs(IndexedDataset(prefix)):
+            return HeldOutSamples(self._from_text(prefix, HELD_OUT_SEED))
+        return self._pairs(prefix)
 
     def hidden_shape(self, batch: PairBatch, options: BuildOptions) -> tuple[int, ...]:
         """[S/tp, B, H] under sequence parallelism, else [S, B, H]."""
@@ -205,8 +215,37 @@ class TrainEmbedding(
         place = torch.searchsorted(of_all.sort().values, row_ids)
         return torch.where(is_counted, place // size, -1)
 
-    def _dataset(self, prefix: str, seed: int) -> PairDataset:
-        return PairDataset(self.evaluation_dataset(prefix), seed)
+    def _dataset(self, prefix: str) -> PairDataset | InverseClozeDataset:
+        seed = self.config.train.seed
+        if not holds_pairs(IndexedDataset(prefix)):
+            return self._from_text(prefix, seed)
+        return PairDataset(self._pairs(prefix), seed)
+
+    def _pairs(self, prefix: str) -> PairTexts:
+        data, vocab_size = self.config.data, self.config.model.vocab_size
+        if data.query_in_block_probability is not None:
+            raise ConfigError(
+                f"data.query_in_block_probability is for pairs made from text; {prefix} holds pairs; leave it out"
+            )
+        number = data.num_negatives
+        return PairTexts(prefix, self.tokenizer, data.seq_length, num_negatives=number, vocab_size=vocab_size)
+
+    def _from_text(self, prefix: str, seed: int) -> InverseClozeDataset:
+        data = self.config.data
+        if data.num_negatives:
+            raise ConfigError(
+                f"data.num_negatives ({data.num_negatives}) must be 0 for {prefix}, which holds text: pairs made from "
+                "text have no hard negatives; leave it out, or prepare pairs with: megalith data pairs"
+            )
+        probability = data.query_in_block_probability
+        return InverseClozeDataset(
+            prefix,
+            self.tokenizer,
+            data.seq_length,
+            seed,
+            keep_probability=_IN_BLOCK if probability is None else probability,
+            vocab_size=self.config.model.vocab_size,
+        )
 
 
 def _counted(batch: PairBatch) -> np.ndarray:
