@@ -47,6 +47,7 @@ def test_a_recipe_is_proven(few_cases):
     [
         ("bert-tiny", ["parallel.tensor=2", "parallel.sequence=true"], {"tensor": 2}),
         ("t5-tiny", ["parallel.pipeline=2"], {"pipeline": 2}),
+        ("embedding-tiny", ["parallel.shard=2"], {"shard": 2}),
     ],
 )
 def test_the_recipes_of_encoders_are_proven(recipe, overrides, degrees, monkeypatch):

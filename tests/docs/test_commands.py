@@ -38,6 +38,7 @@ ELSEWHERE = {
     "megalith verify llama-4m parallel.tensor=2 parallel.sequence=true parallel.shard=2": "tests/cli/test_verify.py",
     "megalith verify bert-tiny parallel.tensor=2 parallel.sequence=true": "tests/cli/test_verify.py",
     "megalith verify t5-tiny parallel.pipeline=2": "tests/cli/test_verify.py",
+    "megalith verify embedding-tiny parallel.shard=2": "tests/cli/test_verify.py",
     "make demo": "tests/insight/test_demo.py",
     "make test": "is what runs this",
     "make check": "CI",
@@ -113,6 +114,8 @@ def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
     arguments = words[1:]
     if arguments[0] == "train" and not arguments[1].startswith("runs/"):
         arguments += [*SMALLER, "train.steps=4"]
+        if arguments[1] == "embedding-tiny":  # a row holds two texts
+            arguments.append("data.seq_length=64")
         if "--from" not in arguments:
             groups = 4 if arguments[1] in ("bert-tiny", "t5-tiny") else 2
             arguments += [*SMALLER_MODEL, f"model.num_query_groups={groups}"]

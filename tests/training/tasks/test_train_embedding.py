@@ -160,6 +160,26 @@ def test_measures_are_those_of_all_held_out_pairs(tmp_path):
     assert 0 < found.means["top_5_accuracy"] < found.means["top_20_accuracy"] < 1, "the measures must tell models apart"
 
 
+def test_rows_that_do_not_count_change_no_measure(tmp_path):
+    task = task_of(load_run(embedding_settings(tmp_path)))  # the loss is that of batches of 8
+    assert isinstance(task, TrainEmbedding)
+    model = task.build_model(BuildOptions(ProcessGroupCollection.single(), torch.float64)).eval()
+    pairs = task.evaluation_dataset(str(tmp_path / "pairs-24"))
+    rows = [*range(3), *range(10, 16)]
+
+    def measured(counted: list[bool], rows: list[int]) -> tuple[dict[str, int], dict[str, float]]:
+        batch = task.collate([pairs[row] for row in rows], rows, counted)
+        inputs = task.inputs(batch, 0, torch.device("cpu"))
+        with torch.no_grad():
+            sums = task.sums(task.forward(model, inputs, None), inputs)
+        return dict(task.counts(batch)), {name: value.item() for name, value in sums.items()}
+
+    want_counts, want = measured([True] * 8, rows[:1] + rows[2:])
+    counts, found = measured([place != 1 for place in range(9)], rows)
+    assert counts == want_counts
+    assert found == pytest.approx(want, rel=1e-12)
+
+
 @pytest.mark.parametrize("parallel", [{"context": 2}, {"shard": 2}, {"pipeline": 2}, {"tensor": 2}])
 def test_held_out_measures_are_the_same_in_every_layout(parallel, tmp_path):
     tree = embedding_settings(tmp_path)
