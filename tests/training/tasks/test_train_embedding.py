@@ -238,6 +238,21 @@ def test_settings_that_do_not_apply_to_the_data_are_refused(tmp_path):
         task_of(load_run(tree)).train_dataset()
 
 
+def test_a_model_trained_on_pairs_is_evaluated_on_text_and_the_other_way_round(tmp_path):
+    tree = embedding_settings(tmp_path)
+    [of_pairs] = ranks(1, evaluation_on, tree, str(tmp_path / "text"))
+    tree = from_text(tmp_path, query_in_block_probability=0.5)
+    [of_text] = ranks(1, evaluation_on, tree, str(tmp_path / "pairs-24"))
+    assert of_pairs.num_tokens > 10
+    assert of_text.num_tokens == 24
+
+
+def evaluation_on(tree: dict[str, Any], prefix: str) -> Evaluation:
+    run = build_run(load_run(tree, world_size=1), torch.device("cpu"))
+    held_out = run.task.evaluation_dataset(prefix)
+    return evaluate(run.task, run.pipeline, held_out, 2, options=run.options, device=run.device)
+
+
 def test_masking_is_refused(tmp_path):
     tree = embedding_settings(tmp_path, data={"masking": {"probability": 0.3}})
     with pytest.raises(ConfigError, match=r"bert.head=embedding masks nothing; leave it out"):

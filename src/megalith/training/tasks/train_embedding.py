@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megalith.config import RunConfig, batch_size_stages
@@ -92,20 +93,19 @@ class TrainEmbedding(
     counted = "queries"
 
     def __init__(self, config: RunConfig) -> None:
-        self.num_texts = 2 + config.data.num_negatives
-        super().__init__(config, num_texts=self.num_texts)
+        super().__init__(config, num_texts=2 + config.data.num_negatives)
         if config.data.masking is not None:
             raise ConfigError("data.masking is for pretraining; bert.head=embedding masks nothing; leave it out")
 
     def train_dataset(self) -> Samples[PairSample]:
-        """Returns ``data.train`` in the order of ``train.seed``: pairs, or those made from plain text."""
+        """Returns ``data.train`` in the order of ``train.seed``: pairs, or those made from plain text.
+
+        Raises ConfigError for settings that do not apply to the data.
+        """
         return blended(self.config.data, self._dataset)
 
     def evaluation_dataset(self, prefix: str) -> SizedSamples[PairSample]:
-        """Returns the pairs of ``prefix``, each once, with the first negatives of each; or one of each block of text.
-
-        Raises ConfigError for settings that do not apply to the dataset.
-        """
+        """Returns the pairs of ``prefix``, each once with its first negatives; or one of each block of plain text."""
         if not holds_pairs(IndexedDataset(prefix)):
             return HeldOutSamples(self._from_text(prefix, HELD_OUT_SEED))
         return self._pairs(prefix)
@@ -140,8 +140,9 @@ class TrainEmbedding(
         starts = np.cumsum(batch.lengths, axis=1) - batch.lengths  # [B, T]
         column_of = np.full(S, -1)
         column_of[batch.positions] = np.arange(len(batch.positions))
-        slots = np.flatnonzero(column_of[starts] >= 0)  # [N]
-        pooled = slots // self.num_texts * len(batch.positions) + column_of[starts].flatten()[slots]
+        columns_of_texts = column_of[starts]  # [B, T], -1 on other ranks
+        slots = np.flatnonzero(columns_of_texts >= 0)  # [N]
+        pooled = slots // starts.shape[1] * len(batch.positions) + columns_of_texts.flatten()[slots]
         rows = torch.from_numpy(batch.row_ids)
         return EmbeddingInputs(
             to_device(batch.tokens, device),
@@ -193,7 +194,7 @@ class TrainEmbedding(
 
     def sample_as_text(self, sample: PairSample) -> list[str]:
         """Decodes the query and its passages, one after the other."""
-        names = ["query", "positive", *["negative"] * (self.num_texts - 2)]
+        names = ["query", "positive", *["negative"] * (len(sample.texts) - 2)]
         lines = []
         for name, text in zip(names, sample.texts, strict=True):
             is_special = [place in (0, len(text) - 1) for place in range(len(text))]
@@ -216,39 +217,36 @@ class TrainEmbedding(
         return torch.where(is_counted, place // size, -1)
 
     def _dataset(self, prefix: str) -> PairDataset | InverseClozeDataset:
-        seed = self.config.train.seed
-        if not holds_pairs(IndexedDataset(prefix)):
-            return self._from_text(prefix, seed)
-        return PairDataset(self._pairs(prefix), seed)
-
-    def _pairs(self, prefix: str) -> PairTexts:
-        data, vocab_size = self.config.data, self.config.model.vocab_size
-        if data.query_in_block_probability is not None:
-            raise ConfigError(
-                f"data.query_in_block_probability is for pairs made from text; {prefix} holds pairs; leave it out"
-            )
-        number = data.num_negatives
-        return PairTexts(prefix, self.tokenizer, data.seq_length, num_negatives=number, vocab_size=vocab_size)
-
-    def _from_text(self, prefix: str, seed: int) -> InverseClozeDataset:
-        data = self.config.data
+        """The training samples of ``prefix``."""
+        data, seed = self.config.data, self.config.train.seed
+        if holds_pairs(IndexedDataset(prefix)):
+            if data.query_in_block_probability is not None:
+                raise ConfigError(
+                    f"data.query_in_block_probability is for pairs made from text; {prefix} holds pairs; leave it out"
+                )
+            return PairDataset(self._pairs(prefix), seed)
         if data.num_negatives:
             raise ConfigError(
                 f"data.num_negatives ({data.num_negatives}) must be 0 for {prefix}, which holds text: pairs made from "
                 "text have no hard negatives; leave it out, or prepare pairs with: megalith data pairs"
             )
-        probability = data.query_in_block_probability
+        return self._from_text(prefix, seed)
+
+    def _pairs(self, prefix: str) -> PairTexts:
+        data, vocab_size = self.config.data, self.config.model.vocab_size
+        number = data.num_negatives
+        return PairTexts(prefix, self.tokenizer, data.seq_length, num_negatives=number, vocab_size=vocab_size)
+
+    def _from_text(self, prefix: str, seed: int) -> InverseClozeDataset:
+        data, vocab_size = self.config.data, self.config.model.vocab_size
+        given = data.query_in_block_probability
+        kept = _IN_BLOCK if given is None else given
         return InverseClozeDataset(
-            prefix,
-            self.tokenizer,
-            data.seq_length,
-            seed,
-            keep_probability=_IN_BLOCK if probability is None else probability,
-            vocab_size=self.config.model.vocab_size,
+            prefix, self.tokenizer, data.seq_length, seed, keep_probability=kept, vocab_size=vocab_size
         )
 
 
-def _counted(batch: PairBatch) -> np.ndarray:
+def _counted(batch: PairBatch) -> NDArray[np.int64]:
     """The rows that count and whose query, at position 0, is on this rank."""
     return np.flatnonzero(batch.counted) if batch.positions[0] == 0 else np.zeros(0, np.int64)
 
