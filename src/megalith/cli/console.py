@@ -14,7 +14,17 @@ from megalith.errors import StorageError
 from megalith.observe.progress import shortened
 from megalith.observe.units import duration
 
-__all__ = ["Announcer", "Console", "ConsoleHandler", "Progress", "say", "say_over", "show_log", "show_text"]
+__all__ = [
+    "Announcer",
+    "Console",
+    "ConsoleHandler",
+    "Progress",
+    "printable",
+    "say",
+    "say_over",
+    "show_log",
+    "show_text",
+]
 
 _ANNOUNCED_AFTER = 2.0  # seconds
 _IN_TERMINAL, _IN_FILE = 0.2, 10.0  # seconds between progress lines
@@ -44,6 +54,11 @@ def show_text(text: str, end: str = "\n") -> None:
         raise StorageError(
             f"cannot write to standard output: {error.strerror}; send it to a file on a disk with room"
         ) from error
+
+
+def printable(text: str) -> str:
+    """``text`` with unprintable characters escaped, which could move the cursor or change the terminal's colours."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 class Console:

@@ -10,6 +10,7 @@ from megalith.cli.console import show_text
 from megalith.cli.inspect import inspect
 from megalith.cli.label import label
 from megalith.cli.pairs import pairs
+from megalith.cli.passages import index, search
 from megalith.cli.paths import path_argument, path_option
 from megalith.cli.progress_bars import progress_bars
 from megalith.observe.machine import num_cores
@@ -25,6 +26,8 @@ app = typer.Typer(no_args_is_help=True)
 app.command("inspect")(inspect)
 app.command("label")(label)
 app.command("pairs")(pairs)
+app.command("index")(index)
+app.command("search")(search)
 
 Files = Annotated[
     list[Path],
@@ -52,7 +55,7 @@ Processes = Annotated[
 
 @app.callback()
 def data() -> None:
-    """Make datasets from text, and inspect them."""
+    """Make datasets from text, inspect them, and search texts with a trained model."""
 
 
 @app.command()

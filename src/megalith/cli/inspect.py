@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megalith.cli.console import show_text
+from megalith.cli.console import printable, show_text
 from megalith.cli.paths import path_argument, path_option
 from megalith.wording import range_of
 
@@ -56,7 +56,7 @@ def _counts(prefix: str, found: "Inspection") -> list[str]:
     else:
         lines.append(f"tokenizer   {found.why_no_tokenizer}")
     if sidecar is not None and sidecar.sources:
-        names = ", ".join(_printable(source.name) for source in sidecar.sources[:5])
+        names = ", ".join(printable(source.name) for source in sidecar.sources[:5])
         rest = f" and {len(sidecar.sources) - 5:,} more" if sidecar.sources[5:] else ""
         lines.append(f"sources     {names}{rest}")
     return lines
@@ -75,7 +75,7 @@ def _documents(found: "Inspection") -> list[str]:
     lines, kind = [], "document" if found.num_negatives is None else "pair"
     for document in found.documents:
         lines += ["", f"{kind} {document.number}, {document.num_tokens:,} tokens"]
-        lines += [f"  | {_printable(line)}" for line in document.text.split("\n")]
+        lines += [f"  | {printable(line)}" for line in document.text.split("\n")]
         lines += ["  | ..."] if document.is_cut else []
     return lines
 
@@ -101,8 +101,3 @@ def _histogram(found: "Inspection", top: int) -> list[str]:
 
 def _on_one_line(text: str | None) -> str:
     return "" if text is None else repr(text)
-
-
-def _printable(text: str) -> str:
-    """``text`` with unprintable characters escaped, which could move the cursor or change the terminal's colours."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
