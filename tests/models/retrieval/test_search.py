@@ -46,8 +46,9 @@ def test_of_equal_scores_the_lowest_id_comes_first(tmp_path):
 
 
 def test_negative_zero_is_not_below_zero(tmp_path):
-    index = made(tmp_path / "index", torch.tensor([[-0.0], [0.0], [-1.0], [1.0]]))
-    agree(search(index, torch.tensor([[1.0]]), 4), ([[1.0, 0.0, 0.0, -1.0]], [[3, 0, 1, 2]]))
+    index = made(tmp_path / "index", torch.tensor([[-1e-30], [1e-30], [-1.0], [1.0]]))
+    # the first two products are -0.0 and 0.0 in float32
+    agree(search(index, torch.tensor([[1e-30]]), 4), ([np.float32([1e-30, 0, 0, -1e-30])], [[3, 0, 1, 2]]))
 
 
 def test_scores_of_every_size_and_sign_keep_their_order(tmp_path):
