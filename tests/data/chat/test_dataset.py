@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megalith.config import MaskingConfig
 from megalith.data.chat.dataset import ChatDataset, HeldOutChats
-from megalith.data.chat.packing import pack_rows
 from megalith.data.gpt_dataset import EvaluationDataset, GPTDataset, GPTSample
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.prepare import prepare
+from megalith.data.row_packing import pack_rows
 from megalith.data.t5_dataset import T5Dataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.config.data_config import LongConversations
-from megalith.data.chat.packing import pack_rows
 from megalith.data.conversations import holds_conversations, learned_sequences
 from megalith.data.fingerprint import fingerprint
 from megalith.data.gpt_dataset import GPTSample
 from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.row_packing import pack_rows
 from megalith.data.token_ids import check_sample
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation

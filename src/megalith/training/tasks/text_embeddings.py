@@ -3,17 +3,19 @@
 import hashlib
 import json
 import logging
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megalith.config import RunConfig
 from megalith.data.prepare.documents import text_pieces
+from megalith.data.row_packing import pack_rows
 from megalith.data.special_tokens import bert_tokens
 from megalith.data.tokenizer import Tokenizer
 from megalith.device_copy import to_device
@@ -22,7 +24,7 @@ from megalith.fusions.core.preference import without_compiling
 from megalith.models.bert_model import BertModel
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.storage import Store, open_store, read_manifest
-from megalith.training.inference import load_model, say_what_experts_drop
+from megalith.training.inference import load_model
 from megalith.training.run_folder import find_tokenizer, open_run
 from megalith.training.tasks.weights import described_at
 from megalith.wording import counted
@@ -95,7 +97,6 @@ class EmbeddingSource:
         """Loads the weights. Raises CheckpointError if they are damaged."""
         model = load_model(self.checkpoint).model
         assert isinstance(model, BertModel), "checked by open"
-        say_what_experts_drop(self.config.model, "the texts that are embedded in one batch")
         return TextEmbedder(model, self.tokenizer, self.config.data.seq_length)
 
 
@@ -168,8 +169,7 @@ class TextEmbedder:
         """Returns the embeddings [N, D] of ``texts`` of token ids with their special tokens, as ``embed`` does.
 
         As in training, several texts share a row of ``longest`` tokens, and each is a document of its own, so that its
-        embedding does not depend on the others (unless experts have a capacity). The longest texts come first, so that
-        running out of memory shows at once.
+        embedding does not depend on the others. The longest texts come first.
 
         Args:
             batch_size: rows per forward; by default as many as have 4,096 tokens.
@@ -185,7 +185,8 @@ class TextEmbedder:
         if not all(0 < length <= self.longest for length in lengths):
             raise ShapeError(f"texts must have 1 to {self.longest} tokens; got {min(lengths)} to {max(lengths)}")
         size, done = batch_size or max(1, _TOKENS_AT_ONCE // self.longest), 0
-        rows = _packed(lengths, self.longest)
+        order, starts = pack_rows(np.array(lengths, np.int64), self.longest, np.arange(len(texts)))
+        rows = [order[first:end].tolist() for first, end in pairwise(starts.tolist())]
         progress(0, len(texts))
         found: list[Tensor] = []
         with without_compiling(), torch.no_grad():
@@ -195,9 +196,8 @@ class TextEmbedder:
                 progress(done, len(texts))
         if not found:
             return torch.empty(0, self.embedding_size)
-        order = torch.tensor([number for row in rows for number in row])
         packed = torch.cat(found)
-        return torch.empty_like(packed).index_copy_(0, order, packed)
+        return torch.empty_like(packed).index_copy_(0, torch.from_numpy(order), packed)
 
     @property
     def embedding_size(self) -> int:
@@ -227,18 +227,3 @@ class TextEmbedder:
         )
         assert isinstance(embeddings, Tensor), "a model with the head of embeddings"
         return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)).cpu()
-
-
-def _packed(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Returns which texts share a row of ``size`` tokens: the longest first, each in the fullest row with room."""
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # of each row and its number, the least first
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        place = bisect_left(room, (lengths[number], 0))
-        left, row = room.pop(place) if place < len(room) else (size, len(rows))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(number)
-        if left > lengths[number]:
-            insort(room, (left - lengths[number], row))
-    return rows

@@ -1,7 +1,7 @@
-"""Packs whole conversations into rows: best fit, the longest first.
+"""Packs whole texts into rows: best fit, the longest first.
 
-Each conversation goes to the fullest row that has room for it, or to a new one. Every row is then nearly full unless
-most conversations are longer than half of one.
+Each text goes to the fullest row that has room for it, or to a new one. Every row is then nearly full unless most texts
+are longer than half of one.
 """
 
 from bisect import bisect_left
