@@ -21,6 +21,7 @@ _EXTRAS: dict[str, tuple[str, str | None]] = {
     "mlflow": ("logging to MLflow", "tracking"),
     "pynvml": ("measuring the energy of an NVIDIA GPU", "energy"),
     "transformers": ("comparing with Hugging Face", "hf"),
+    "safetensors.torch": ("comparing with Hugging Face", "hf"),
     "megatron.core": ("comparing with Megatron-Core", "dev"),
     "deep_ep": ("parallel.dispatch.method=flex", None),
     "triton": ("a Triton kernel", "triton"),

@@ -1,4 +1,4 @@
-"""The tokenizer and generation files beside the tokenizer.json of a Hugging Face model folder.
+"""The tokenizer, generation and text files beside the tokenizer.json of a Hugging Face model folder.
 
 A run carries these files unchanged from the folder that it starts from to the one that is exported, so that a chat
 model keeps its templates and sampling settings. A model whose tokenizer is not known has only generation_config.json,
@@ -16,6 +16,11 @@ from megalith.storage import LocalStore, Store
 
 __all__ = [
     "GENERATION",
+    "LOWERCASE",
+    "PROMPTS",
+    "SENTENCE_MODEL",
+    "SENTENCE_TRANSFORMER",
+    "SIMILARITY",
     "TEMPLATE",
     "TOKENIZER_CONFIG",
     "TOOLS_TEMPLATE",
@@ -23,6 +28,7 @@ __all__ = [
     "companions_without_tokenizer",
     "end_field",
     "read_companions",
+    "sentence_companions",
     "token_ids",
     "written_companions",
 ]
@@ -34,7 +40,12 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"  # a folder: NAME.jinja for each template besides the default
 TOOLS_TEMPLATE = f"{_TEMPLATES}/tool_use.jinja"
-_JSON = (TOKENIZER_CONFIG, "special_tokens_map.json", GENERATION)
+# of sentence-transformers: how its Transformer module reads a text, and how the whole model is used
+SENTENCE_TRANSFORMER = "sentence_bert_config.json"
+SENTENCE_MODEL = "config_sentence_transformers.json"
+LOWERCASE, PROMPTS, SIMILARITY = "do_lower_case", "prompts", "similarity_fn_name"
+_LONGEST, _DEFAULT_PROMPT = "max_seq_length", "default_prompt_name"
+_JSON = (TOKENIZER_CONFIG, "special_tokens_map.json", GENERATION, SENTENCE_TRANSFORMER, SENTENCE_MODEL)
 _END = "eos_token_id"
 _IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 _MOST_IDS = 1 << 31
@@ -108,7 +119,8 @@ def written_companions(
             longest,
             num_positions,
         )
-    written = {**kept, TOKENIZER_CONFIG: _json(given or usual)}
+    written = {name: content for name, content in kept.items() if name not in (SENTENCE_TRANSFORMER, SENTENCE_MODEL)}
+    written[TOKENIZER_CONFIG] = _json(given or usual)
     if ids:
         written[GENERATION] = _json({**_tree(kept, GENERATION), **ids})
     return written
@@ -136,6 +148,33 @@ def companions_without_tokenizer(
         ids[_END] = end_field(inside)
     others = {name: value for name, value in generation.items() if name not in (*_IDS, _END)}
     return {GENERATION: _json(others | ids)} if others or ids else {}
+
+
+def sentence_companions(kept: Mapping[str, bytes], num_positions: int, similarity: str) -> dict[str, bytes]:
+    """The two files for sentence-transformers: how long a text may be, prompts in front of it, and the similarity.
+
+    ``max_seq_length``, ``do_lower_case`` and prompts are kept; other fields may name code that is not exported.
+
+    Args:
+        kept: ``read_companions`` of the folder that the model comes from.
+        num_positions: as in ``written_companions``, for a model without a length of its author.
+        similarity: the measure of the embeddings that the model was trained with, ``"cosine"`` or ``"dot"``.
+    """
+    texts, model = _tree(kept, SENTENCE_TRANSFORMER), _tree(kept, SENTENCE_MODEL)
+    longest, prompts, default = texts.get(_LONGEST), model.get(PROMPTS), model.get(_DEFAULT_PROMPT)
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        prompts = {}
+    reads = {
+        _LONGEST: longest if type(longest) is int and 0 < longest <= num_positions else num_positions,
+        LOWERCASE: texts.get(LOWERCASE) is True,
+    }
+    uses = {
+        "model_type": "SentenceTransformer",
+        PROMPTS: prompts,
+        _DEFAULT_PROMPT: default if isinstance(default, str) and default in prompts else None,
+        SIMILARITY: similarity,
+    }
+    return {SENTENCE_TRANSFORMER: _json(reads), SENTENCE_MODEL: _json(uses)}
 
 
 def token_ids(kept: Mapping[str, bytes]) -> dict[str, Any]:

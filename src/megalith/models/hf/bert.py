@@ -1,6 +1,7 @@
 """Hugging Face's BERT, one family for each head.
 
-``BertForPreTraining``, ``BertForMaskedLM``, ``BertForSequenceClassification`` and ``BertForMultipleChoice``.
+``BertForPreTraining``, ``BertForMaskedLM``, ``BertForSequenceClassification``, ``BertForMultipleChoice``, and for
+embeddings ``BertModel``, which has no head.
 """
 
 import re
@@ -11,13 +12,15 @@ from types import MappingProxyType
 from typing import Any
 
 from megalith.config import TransformerConfig
-from megalith.models.hf.family import Family
+from megalith.models.hf.family import NOTHING, Family
 from megalith.models.hf.fields import Fields
 from megalith.models.hf.parameters import left_open
 from megalith.models.hf.places import Place
+from megalith.models.hf.sentence_modules import DENSE
 
 __all__ = [
     "BERT_CLASSIFICATION",
+    "BERT_EMBEDDING",
     "BERT_FAMILIES",
     "BERT_HEADS",
     "BERT_MASKED_LM",
@@ -31,6 +34,7 @@ __all__ = [
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
+_CLASSIFIERS = ("classification", "multiple_choice")
 _ONE_OF_CLASSES = "single_label_classification"
 # our module -> theirs, without the prefix of the base model
 _OUTSIDE = {
@@ -60,6 +64,10 @@ BERT_HEADS: Mapping[str, str] = MappingProxyType(
         "classifier.linear": "classifier",
     }
 )
+
+# parts of files that an embedding does not depend on: the pooler, and the heads that classes with the prefix have
+_UNREAD = re.compile(r"(pooler|cls|lm_head|classifier)\..+")
+_EMBEDDING_SETTINGS = ("embedding_pooling", "embedding_size", "normalize_embeddings", "similarity_temperature")
 
 _SIZES: Mapping[str, str] = MappingProxyType(
     {
@@ -94,7 +102,7 @@ def read_encoder(
     fields.expect("add_cross_attention", False)
     dropout = fields.optional("classifier_dropout", float)
     bert = {"num_token_types": fields.get("type_vocab_size", 2), "position_offset": position_offset or None, **head}
-    if head["head"] != "pretraining":
+    if head["head"] in _CLASSIFIERS:
         bert["classifier_dropout"] = dropout
     if head["head"] == "classification":
         bert["num_classes"] = len(fields.get("id2label", {0: "", 1: ""}))
@@ -128,7 +136,7 @@ def write_encoder(config: TransformerConfig, max_position_embeddings: int) -> di
         "type_vocab_size": bert.num_token_types,
         "is_decoder": False,
     }
-    if bert.head != "pretraining":
+    if bert.head in _CLASSIFIERS:
         written["classifier_dropout"] = bert.classifier_dropout
     if bert.num_classes is not None:
         written["id2label"] = {str(number): f"LABEL_{number}" for number in range(bert.num_classes)}
@@ -157,6 +165,7 @@ def allowed_of_encoder(
         **({"tie_word_embeddings": (True,)} if head["head"] == "pretraining" else {}),
         **left_open(config, "attention.qkv_bias", "attention.output_bias"),
         **left_open(config, "bert.num_classes", "bert.classifier_dropout"),
+        **left_open(config, *(f"bert.{name}" for name in _EMBEDDING_SETTINGS if head["head"] == "embedding")),
         "bert.position_offset": (0,),
         "bert.num_token_types": (num_types,),
         **{f"bert.{name}": (value,) for name, value in head.items()},
@@ -177,10 +186,13 @@ def encoder_family(
     Args:
         head: the ``model.bert`` settings of this architecture's head.
         heads, norms: our head modules and layer norms -> theirs.
-        prefix: key prefix of their base model, which has no head.
+        prefix: key prefix of their base model in models with a head; for embeddings the family is the base model.
     """
     read: Callable[[Fields], Mapping[str, Any]] = partial(read_encoder, head=head)
     of_tokens = heads["lm_head"] if head["head"] == "pretraining" else None
+    embeds = head["head"] == "embedding"
+    outer_prefix, prefix = (prefix, "") if embeds else ("", prefix)
+    heads = {"embedder.projection": f"{DENSE}/linear"} if embeds else heads
     return Family(
         model_type=model_type,
         architecture=architecture,
@@ -194,6 +206,9 @@ def encoder_family(
         prefix=prefix,
         head=f"{of_tokens}.decoder.weight" if of_tokens else None,
         aliases=MappingProxyType({f"{of_tokens}.decoder.bias": f"{of_tokens}.bias"} if of_tokens else {}),
+        embeds=embeds,
+        outer_prefix=outer_prefix,
+        unread=_UNREAD if embeds else NOTHING,
     )
 
 
@@ -219,4 +234,5 @@ BERT_PRETRAINING = _family("BertForPreTraining", head="pretraining", binary_head
 BERT_MASKED_LM = _family("BertForMaskedLM", head="pretraining", binary_head=False)
 BERT_CLASSIFICATION = _family("BertForSequenceClassification", head="classification")
 BERT_MULTIPLE_CHOICE = _family("BertForMultipleChoice", head="multiple_choice")
-BERT_FAMILIES = (BERT_PRETRAINING, BERT_MASKED_LM, BERT_CLASSIFICATION, BERT_MULTIPLE_CHOICE)
+BERT_EMBEDDING = _family("BertModel", head="embedding")
+BERT_FAMILIES = (BERT_PRETRAINING, BERT_MASKED_LM, BERT_CLASSIFICATION, BERT_MULTIPLE_CHOICE, BERT_EMBEDDING)

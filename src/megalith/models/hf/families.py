@@ -63,19 +63,23 @@ _WAYS_OUT: Mapping[str, str] = MappingProxyType(
 )
 
 
-def detect(hf_config: Mapping[str, Any]) -> Family:
+def detect(hf_config: Mapping[str, Any], *, embeds: bool = False) -> Family:
     """Returns the family of a config.json.
 
     It is determined by ``model_type``, then by ``architectures`` if families share it, and then by other fields. Raises
     ConfigError if there is no such family.
+
+    Args:
+        embeds: the folder has modules of sentence-transformers, which read the hidden states of any architecture.
     """
     model_type = hf_config.get("model_type")
     found = [family for family in FAMILIES if family.model_type == model_type]
     if not found:
         known = dict.fromkeys(family.model_type for family in FAMILIES)
         raise ConfigError(f"config.json must have a model_type of {', '.join(known)}; got {model_type!r:.80}")
-    if len(found) == 1:
-        return found[0]
+    headless = [family for family in found if family.embeds]
+    if len(found) == 1 or (embeds and headless):
+        return [*headless, *found][0]
     named = hf_config.get("architectures")
     chosen = [family for family in found if isinstance(named, list) and named[:1] == [family.architecture]]
     if not chosen:

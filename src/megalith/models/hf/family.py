@@ -18,9 +18,10 @@ from megalith.models.hf.fields import Fields
 from megalith.models.hf.parameters import Shape, check, num_layers_in_all, require, state_shapes
 from megalith.models.hf.places import Packed, Part, Place, parts_of
 
-__all__ = ["HEAD", "Family"]
+__all__ = ["HEAD", "NOTHING", "Family"]
 
 HEAD = "lm_head.weight"
+NOTHING = re.compile(r"(?!)")
 _EMBEDDING = "model.embed_tokens.weight"
 _TABLE_ROUNDING = 1e-3  # error of float32 angles, which other programs use, after some thousand tokens
 
@@ -50,6 +51,9 @@ class Family:
             model lacks and that the logits do not depend on.
         tables: keys of their constant tensors -> a function that computes the rows at positions [P], in float64. Files
             store them in float32, whatever the dtype of the parameters.
+        embeds: whether it is a headless encoder, with modules of sentence-transformers after it (sentence_modules.py).
+        outer_prefix: key prefix of its tensors in files saved from a model with a head, if it has none itself.
+        unread: keys of parts that files may have, such as another head, but the model does not.
     """
 
     model_type: str
@@ -69,6 +73,9 @@ class Family:
     has_config: Callable[[Mapping[str, Any]], bool] = lambda hf_config: True
     written: Callable[[TransformerConfig], TransformerConfig] = lambda config: config
     tables: Mapping[str, Callable[[TransformerConfig, Tensor], Tensor]] = field(default_factory=dict)
+    embeds: bool = False
+    outer_prefix: str = ""
+    unread: re.Pattern[str] = NOTHING
 
     def config_from_hf(self, hf_config: Mapping[str, Any], keys: Collection[str] = ()) -> TransformerConfig:
         """Returns the config of the model that ``hf_config`` describes; absent fields have transformers' defaults.
@@ -145,13 +152,26 @@ class Family:
         """
         self.require(config)
         self._require_as_many_tensors(len(keys), config)
-        missing_prefix = "" if any(key.startswith(self.prefix) for key in keys) else self.prefix
-        full = {key if key == self.head else missing_prefix + self._today(key): key for key in keys}
-        found = {name: key for name, key in full.items() if not (self.buffers.fullmatch(name) or name in self.tables)}
+        full, no_parameters = self._full_keys(keys), {*self.tables_in(keys).values(), *self.unread_in(keys)}
+        found = {name: key for name, key in full.items() if not (self.buffers.fullmatch(name) or key in no_parameters)}
         wanted = {key: packed.shape for key, packed in self.packed(config).items()}
         wanted |= {copy: wanted[original] for copy, original in self.copies(config).items() if copy in found}
         check({name: keys[key] for name, key in found.items()}, wanted, self.architecture)
         return found
+
+    def tables_in(self, keys: Collection[str]) -> dict[str, str]:
+        """Returns those of ``tables`` that are among the ``keys`` of files -> their key there."""
+        return {name: key for name, key in self._full_keys(keys).items() if name in self.tables}
+
+    def unread_in(self, keys: Collection[str]) -> tuple[str, ...]:
+        """Returns the ``keys`` of files that belong to parts of another model (``unread``), in order."""
+        return tuple(key for name, key in self._full_keys(keys).items() if self.unread.fullmatch(name))
+
+    def _full_keys(self, keys: Collection[str]) -> dict[str, str]:
+        """Returns today's key with the prefix, as in ``packed`` -> the key in files, for each of ``keys``."""
+        missing_prefix = "" if any(key.startswith(self.prefix) for key in keys) else self.prefix
+        outer = "" if self.tied_to in keys else self.outer_prefix
+        return {key if key == self.head else missing_prefix + self._today(key.removeprefix(outer)): key for key in keys}
 
     def _require_as_many_tensors(self, num_tensors: int, config: TransformerConfig) -> None:
         """Raises CheckpointError before an implausible number in config.json is expanded into that many names."""
@@ -223,8 +243,8 @@ class Family:
         for copy, original in self.copies(config).items():
             if copy in keys and not state[keys[copy]].equal(state[keys[original]]):
                 raise self.not_a_copy(copy, original)
-        for key in self.tables.keys() & state.keys():
-            self.check_table(key, state[key], 0, config)
+        for table, key in self.tables_in(state).items():
+            self.check_table(table, state[key], 0, config)
         as_they_are: set[str] = set()
         views: dict[str, list[Tensor]] = {}
         for key, packed in self.packed(config).items():

@@ -1,5 +1,6 @@
 """A Hugging Face model folder: config.json, and one safetensors file, or several with an index.
 
+A folder of sentence-transformers also says how embeddings follow from hidden states (``sentence_modules.py``).
 From generation_config.json, if present, the tokens that end a text are read; its sampling settings are passed on to an
 exported folder (``data/companions.py``).
 
@@ -8,7 +9,6 @@ headers of its files and checks all of them against the config; tensor data is r
 box of each tensor.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,9 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, StorageError
 from megalith.models.hf.families import detect
 from megalith.models.hf.family import Family
+from megalith.models.hf.json_file import read_json
 from megalith.models.hf.parameters import buffer_shapes, state_shapes
+from megalith.models.hf.sentence_modules import DENSE, MODULES, SentenceModules, is_sentence_model, read_modules
 from megalith.storage import MANIFEST, Store, open_store
 
 __all__ = [
@@ -46,8 +48,6 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# limit for a .json file, which takes up to 26 times its size when parsed; the largest models' index is about 10 MB
-_MOST_BYTES = 1 << 24
 _BLOCK = 8 << 20  # bytes of a tensor compared at a time
 _ROWS = 4096  # rows of a table compared at a time
 _USUAL_POSITIONS = 2048  # LlamaConfig's default
@@ -64,6 +64,8 @@ class ModelFolder:
         end_tokens: ids of the tokens that end a text: ``eos_token_id`` of config.json, then any others of
             generation_config.json, which is what transformers uses. Chat models have several.
         weights: our parameters and buffers by name, which can be read box by box.
+        modules: those of sentence-transformers after an encoder; None without ``modules.json``.
+        unread: keys of tensors that an embedding does not depend on, and that are not read.
     """
 
     store: Store
@@ -72,6 +74,8 @@ class ModelFolder:
     config: TransformerConfig
     weights: StoredTensors
     end_tokens: tuple[int, ...]
+    modules: SentenceModules | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -93,6 +97,23 @@ class ModelFolder:
         """[tokens] The length that the model was trained on."""
         given = self.config.max_position_embeddings or self.hf_config.get("max_position_embeddings")
         return given if type(given) is int and given > 0 else _USUAL_POSITIONS
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to log when the model is taken from here: what is assumed, what is not read, and what is not done."""
+        notes = [] if self.modules is None else [*self.modules.notes]
+        if self.family.embeds and self.modules is None:
+            notes.append(
+                f"{self.store} has no {MODULES}, which says how a {self.architecture} embeds a text, so its embeddings "
+                "are the default ones, normalized means over all tokens; to change that when you train it, set "
+                "model.bert.embedding_pooling, normalize_embeddings or embedding_size"
+            )
+        if self.unread:
+            notes.append(
+                f"{len(self.unread)} tensors of {self.store} are not read, because no embedding depends on them: "
+                f"{', '.join(self.unread):.200}"
+            )
+        return tuple(notes)
 
     def tokenizer(self, eod: str | int | None = None) -> Tokenizer | None:
         """Loads tokenizer.json, if present. ``eod``: as in ``Tokenizer``; by default the first of ``end_tokens``.
@@ -125,13 +146,18 @@ def open_folder(location: str | Path | Store) -> ModelFolder:
     ConfigError if our model cannot represent the config.
     """
     store = open_store(location)
-    hf_config = _read_json(store, CONFIG)
-    family = detect(hf_config)
-    family.config_from_hf(hf_config)  # rejects an unsupported config before reading all headers
+    hf_config = read_json(store, CONFIG)
+    family = detect(hf_config, embeds=is_sentence_model(store))
+    config = family.config_from_hf(hf_config)  # rejects an unsupported config before reading all headers
+    has_modules = family.embeds and MODULES in store.names()
+    modules = read_modules(store, config.hidden_size) if has_modules else None
     files = _headers(store)
+    if modules is not None and modules.dense is not None:
+        files |= _headers_of_dense(store, modules.dense)
     file_of = {key: file for file, entries in files.items() for key in entries}
     entries = {key: entry for file in files.values() for key, entry in file.items()}
     config = family.config_from_hf(hf_config, entries)
+    config = config if modules is None else modules.of(config)
     keys = family.tensors_of({key: entry.shape for key, entry in entries.items()}, config)
     places = {name: (file_of[key], entries[key]) for name, key in keys.items()}
     if wrong := [f"{name} is {entry.dtype}" for name, (_, entry) in places.items() if entry.dtype not in _WEIGHTS]:
@@ -142,10 +168,11 @@ def open_folder(location: str | Path | Store) -> ModelFolder:
     for copy, original in family.copies(config).items():
         if copy in places and not _equal(store, places[copy], places[original]):
             raise family.not_a_copy(copy, original)
-    for key in family.tables.keys() & entries.keys():
-        _check_table(store, family, config, key, file_of[key], entries[key])
+    for table, key in family.tables_in(entries).items():
+        _check_table(store, family, config, table, file_of[key], entries[key])
     weights = _weights(store, family, config, places)
-    return ModelFolder(store, hf_config, family, config, weights, _end_tokens(store, hf_config, config.vocab_size or 0))
+    ends = _end_tokens(store, hf_config, config.vocab_size or 0)
+    return ModelFolder(store, hf_config, family, config, weights, ends, modules, family.unread_in(entries))
 
 
 def read_folder(location: str | Path | Store) -> tuple[TransformerConfig, dict[str, Tensor]]:
@@ -156,7 +183,7 @@ def read_folder(location: str | Path | Store) -> tuple[TransformerConfig, dict[s
 
 def end_tokens(store: Store, vocab_size: int) -> tuple[int, ...]:
     """Returns ``ModelFolder.end_tokens`` without opening the folder. Raises CheckpointError for damaged files."""
-    return _end_tokens(store, _read_json(store, CONFIG), vocab_size)
+    return _end_tokens(store, read_json(store, CONFIG), vocab_size)
 
 
 def companions_alone(store: Store, vocab_size: int) -> dict[str, bytes]:
@@ -164,7 +191,7 @@ def companions_alone(store: Store, vocab_size: int) -> dict[str, bytes]:
 
     Raises as ``read_companions``, or CheckpointError if config.json is damaged.
     """
-    fields = _read_json(store, CONFIG)
+    fields = read_json(store, CONFIG)
     ends = _end_tokens(store, fields, vocab_size)
     return companions_without_tokenizer(read_companions(store), fields, ends, vocab_size)
 
@@ -172,30 +199,11 @@ def companions_alone(store: Store, vocab_size: int) -> dict[str, bytes]:
 def _end_tokens(store: Store, hf_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Returns the ids that are integers and, after the first one, within a vocabulary of ``vocab_size``."""
     found: list[Any] = []
-    for fields in (hf_config, _read_json(store, GENERATION) if GENERATION in store.names() else {}):
+    for fields in (hf_config, read_json(store, GENERATION) if GENERATION in store.names() else {}):
         given = fields.get("eos_token_id")
         found += given if isinstance(given, list) else [given]
     ids = [end for end in found if type(end) is int]
     return tuple(dict.fromkeys([*ids[:1], *(end for end in ids[1:] if 0 <= end < vocab_size)]))
-
-
-def _read_json(store: Store, name: str) -> dict[str, Any]:
-    """Reads the JSON object in the file ``name``. Raises CheckpointError."""
-    path = store / name
-    try:
-        size = store.size(name)
-        content = store.read(name, 0, min(size, _MOST_BYTES))
-    except StorageError as error:
-        raise CheckpointError(f"{error}; pass the path of a model folder") from error
-    if size > _MOST_BYTES:
-        raise CheckpointError(f"{path} has {size:,} bytes; the limit is {_MOST_BYTES:,}")
-    try:
-        tree = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} must contain a JSON object; it contains a {type(tree).__name__}")
-    return tree
 
 
 def _weights(
@@ -229,7 +237,7 @@ def _headers(store: Store) -> dict[str, dict[str, ShardEntry]]:
     if WHOLE in names:
         return {WHOLE: _header(store, WHOLE)}
     if INDEX in names:
-        return _shard_headers(store, _read_json(store, INDEX).get("weight_map"))
+        return _shard_headers(store, read_json(store, INDEX).get("weight_map"))
     pickles = [name for name in names if name.endswith(".bin")]
     if pickles:
         raise CheckpointError(
@@ -237,6 +245,14 @@ def _headers(store: Store) -> dict[str, dict[str, ShardEntry]]:
             f"read; if you trust the model, load it with transformers and save it again with save_pretrained"
         )
     raise CheckpointError(f"{store} must contain {WHOLE} or {INDEX}; it contains neither")
+
+
+def _headers_of_dense(store: Store, folder: str) -> dict[str, dict[str, ShardEntry]]:
+    """Reads the tensor entries of the projection in ``folder``, with the keys that our tables have for them."""
+    return {
+        f"{folder}/{file}": {f"{DENSE}/{key}": entry for key, entry in entries.items()}
+        for file, entries in _headers(store / folder).items()
+    }
 
 
 def _shard_headers(store: Store, shard_of: Any) -> dict[str, dict[str, ShardEntry]]:

@@ -16,6 +16,7 @@ from megalith.models.hf.fields import Fields
 
 __all__ = [
     "MEGATRON_BERT_CLASSIFICATION",
+    "MEGATRON_BERT_EMBEDDING",
     "MEGATRON_BERT_FAMILIES",
     "MEGATRON_BERT_MASKED_LM",
     "MEGATRON_BERT_MULTIPLE_CHOICE",
@@ -27,7 +28,7 @@ _NORMS = {"input_layernorm": "attention.ln", "post_attention_layernorm": "ln"}
 
 
 def _read_rest(fields: Fields, head: Mapping[str, Any]) -> Mapping[str, Any]:
-    if fields.optional("classifier_dropout", float) is not None:
+    if head["head"] != "embedding" and fields.optional("classifier_dropout", float) is not None:
         fields.refuse("classifier_dropout must be absent: the transformers classifiers use hidden_dropout_prob")
     return read_encoder(fields, head, norm_placement="pre")
 
@@ -58,9 +59,11 @@ MEGATRON_BERT_PRETRAINING = _family("MegatronBertForPreTraining", head="pretrain
 MEGATRON_BERT_MASKED_LM = _family("MegatronBertForMaskedLM", head="pretraining", binary_head=False)
 MEGATRON_BERT_CLASSIFICATION = _family("MegatronBertForSequenceClassification", head="classification")
 MEGATRON_BERT_MULTIPLE_CHOICE = _family("MegatronBertForMultipleChoice", head="multiple_choice")
+MEGATRON_BERT_EMBEDDING = _family("MegatronBertModel", head="embedding")
 MEGATRON_BERT_FAMILIES = (
     MEGATRON_BERT_PRETRAINING,
     MEGATRON_BERT_MASKED_LM,
     MEGATRON_BERT_CLASSIFICATION,
     MEGATRON_BERT_MULTIPLE_CHOICE,
+    MEGATRON_BERT_EMBEDDING,
 )

@@ -1,4 +1,6 @@
-"""Hugging Face's RoBERTa, one family for each head: ``RobertaForMaskedLM``, ``RobertaForSequenceClassification``.
+"""Hugging Face's RoBERTa, one family for each head.
+
+``RobertaForMaskedLM``, ``RobertaForSequenceClassification``, and for embeddings ``RobertaModel``, which has no head.
 
 It is BERT with other names for the heads. Positions start after the row for padding: the position table has
 pad_token_id + 1 rows before that of position 0.
@@ -14,7 +16,7 @@ from megalith.models.hf.bert import allowed_of_encoder, encoder_family, read_enc
 from megalith.models.hf.family import Family
 from megalith.models.hf.fields import Fields
 
-__all__ = ["ROBERTA_CLASSIFICATION", "ROBERTA_FAMILIES", "ROBERTA_MASKED_LM"]
+__all__ = ["ROBERTA_CLASSIFICATION", "ROBERTA_EMBEDDING", "ROBERTA_FAMILIES", "ROBERTA_MASKED_LM"]
 
 _USUAL_OFFSET = 2
 _HEADS = {
@@ -60,4 +62,5 @@ def _family(architecture: str, **head: Any) -> Family:
 
 ROBERTA_MASKED_LM = _family("RobertaForMaskedLM", head="pretraining", binary_head=False)
 ROBERTA_CLASSIFICATION = _family("RobertaForSequenceClassification", head="classification")
-ROBERTA_FAMILIES = (ROBERTA_MASKED_LM, ROBERTA_CLASSIFICATION)
+ROBERTA_EMBEDDING = _family("RobertaModel", head="embedding")
+ROBERTA_FAMILIES = (ROBERTA_MASKED_LM, ROBERTA_CLASSIFICATION, ROBERTA_EMBEDDING)

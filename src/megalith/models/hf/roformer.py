@@ -1,4 +1,6 @@
-"""Hugging Face's RoFormer, one family for each head: ``RoFormerForMaskedLM``, ``RoFormerForSequenceClassification``.
+"""Hugging Face's RoFormer, one family for each head.
+
+``RoFormerForMaskedLM``, ``RoFormerForSequenceClassification``, and for embeddings ``RoFormerModel``, which has no head.
 
 It is BERT with rotary positions, in interleaved pairs (2i, 2i + 1), in place of learned ones (Su et al. 2021,
 "RoFormer", arXiv:2104.09864). Their model stores sin and cos as a constant tensor; it has no binary head, and its
@@ -20,10 +22,10 @@ from megalith.models.hf.bert import BERT_HEADS, allowed_of_encoder, encoder_fami
 from megalith.models.hf.family import Family
 from megalith.models.hf.fields import Fields
 
-__all__ = ["ROFORMER_CLASSIFICATION", "ROFORMER_FAMILIES", "ROFORMER_MASKED_LM"]
+__all__ = ["ROFORMER_CLASSIFICATION", "ROFORMER_EMBEDDING", "ROFORMER_FAMILIES", "ROFORMER_MASKED_LM"]
 
 _HEADS = {**BERT_HEADS, "pooler.dense": "classifier.dense", "classifier.linear": "classifier.out_proj"}
-_TABLE = "roformer.encoder.embed_positions.weight"
+_PREFIX, _TABLE = "roformer.", "encoder.embed_positions.weight"
 
 
 def _read_rest(fields: Fields, head: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -31,7 +33,7 @@ def _read_rest(fields: Fields, head: Mapping[str, Any]) -> Mapping[str, Any]:
     width = fields["hidden_size"]
     if (given := fields.get("embedding_size", width)) != width:
         fields.refuse(f"embedding_size must equal hidden_size ({width}) or be absent; got {given}")
-    if fields.optional("classifier_dropout", float) is not None:
+    if head["head"] != "embedding" and fields.optional("classifier_dropout", float) is not None:
         fields.refuse("classifier_dropout must be absent: the transformers classifier uses hidden_dropout_prob")
     settings = read_encoder(fields, head)
     if head["head"] == "classification":
@@ -75,16 +77,18 @@ def _sin_cos(config: TransformerConfig, positions: Tensor) -> Tensor:
 
 def _family(architecture: str, **head: Any) -> Family:
     read: Callable[[Fields], Mapping[str, Any]] = partial(_read_rest, head=head)
+    family = encoder_family("roformer", architecture, head, heads=_HEADS, prefix=_PREFIX)
     return replace(
-        encoder_family("roformer", architecture, head, heads=_HEADS, prefix="roformer."),
+        family,
         read_rest=read,
         write_rest=_write_rest,
         allowed=partial(_allowed, head=head),
         written=_without_binary_head,
-        tables=MappingProxyType({_TABLE: _sin_cos}),
+        tables=MappingProxyType({f"{family.prefix}{_TABLE}": _sin_cos}),
     )
 
 
 ROFORMER_MASKED_LM = _family("RoFormerForMaskedLM", head="pretraining", binary_head=False)
 ROFORMER_CLASSIFICATION = _family("RoFormerForSequenceClassification", head="classification")
-ROFORMER_FAMILIES = (ROFORMER_MASKED_LM, ROFORMER_CLASSIFICATION)
+ROFORMER_EMBEDDING = _family("RoFormerModel", head="embedding")
+ROFORMER_FAMILIES = (ROFORMER_MASKED_LM, ROFORMER_CLASSIFICATION, ROFORMER_EMBEDDING)

@@ -50,6 +50,7 @@ class MegatronFolder:
 
     architecture: ClassVar[str] = "Megatron-Core GPT"
     class_names: ClassVar[tuple[str, ...]] = ()
+    notes: ClassVar[tuple[str, ...]] = ()
     end_tokens: ClassVar[tuple[int, ...]] = ()  # only the tokenizer knows them
 
     @property

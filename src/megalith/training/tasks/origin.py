@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalith.config import RunConfig, TransformerConfig, read_tree
+from megalith.config import BertConfig, RunConfig, TransformerConfig, read_tree
 from megalith.config.settings_group import given_fields
 from megalith.errors import ConfigError
 from megalith.models.foreign import foreign_model
@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 # settings of model.bert that describe the head
 _OF_POOLERS = ("classifier_pooling", "classifier_activation")
-_OF_EMBEDDINGS = ("embedding_pooling", "embedding_size", "normalize_embeddings", "similarity_temperature")
-_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", *_OF_POOLERS, *_OF_EMBEDDINGS)
+_OF_EMBEDDINGS = ("embedding_pooling", "embedding_size", "normalize_embeddings")
+_OF_NO_WEIGHTS = ("head", "binary_head", "num_classes", "classifier_dropout", "similarity_temperature")
+_OF_HEADS = (*_OF_NO_WEIGHTS, *_OF_POOLERS, *_OF_EMBEDDINGS)
 
 
 def classes_at(location: str) -> tuple[str, ...]:
@@ -42,8 +43,8 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
 
     If ``source`` names the head of an encoder (``model.bert.head``), it replaces the model's own, and
     ``model.init_method_std`` of ``source`` is the size of its initial weights. But if the model has a pooler, it keeps
-    the pooling and activation it was trained with, and a warning says so if ``source`` has others; overrides of the
-    result still change them.
+    the pooling and activation it was trained with, and if it embeds texts, how; a warning says so if ``source`` has
+    others. Overrides of the result still change them.
 
     Args:
         location: a Hugging Face model folder, a run's folder, or a checkpoint of Megalith or Megatron-Core.
@@ -62,6 +63,8 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
     if (folder := foreign_model(store)) is not None:
         model, load = folder.config, store
         usual = usual_settings(model, folder.num_positions, folder.weights.dtype)
+        for note in folder.notes if os.environ.get("RANK", "0") == "0" else ():
+            log.info(note)
     else:
         load, _, run = open_run(store, or_foreign=True)
         model = run.model
@@ -119,20 +122,28 @@ def _with_head(model: TransformerConfig, wanted: Any, location: str) -> Transfor
         return model
     trunk = {name: value for name, value in given_fields(model.bert).items() if name not in _OF_HEADS}
     head = {name: value for name, value in group.items() if name in _OF_HEADS}
-    if model.bert.num_text_scores and head["head"] != "pretraining":  # the model has a pooler
-        for name in _OF_POOLERS:
-            kept = getattr(model.bert, name)
-            if head.get(name, kept) != kept and os.environ.get("RANK", "0") == "0":
-                log.warning(
-                    "model.bert.%s is %s, with which the pooler of %s was trained; to change it, set it on the command "
-                    "line",
-                    name,
-                    kept,
-                    location,
-                )
-            head[name] = kept
+    kept = _trained_with(model.bert, head["head"])
+    for name, value in kept.items():
+        if head.get(name, value) != value and os.environ.get("RANK", "0") == "0":
+            log.warning(
+                "model.bert.%s is %s, with which the %s of %s was trained; to change it, set it on the command line",
+                name,
+                value,
+                "head" if model.bert.head == "embedding" else "pooler",
+                location,
+            )
+    head |= kept
     std = {"init_method_std": wanted["init_method_std"]} if "init_method_std" in wanted else {}
     return {**given_fields(model), **std, "bert": {**trunk, **head}}
+
+
+def _trained_with(bert: BertConfig, wanted_head: Any) -> dict[str, Any]:
+    """Returns the settings of the head of ``bert`` that its weights were trained with and that ``wanted_head`` has."""
+    if bert.num_text_scores and wanted_head != "pretraining":  # the model has a pooler
+        return {name: getattr(bert, name) for name in _OF_POOLERS}
+    if bert.head == wanted_head == "embedding":  # a folder that does not say how it embeds gives none of them
+        return {name: value for name, value in given_fields(bert).items() if name in _OF_EMBEDDINGS}
+    return {}
 
 
 def usual_settings(model: TransformerConfig, seq_length: int, dtype: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """``megalith convert import``: converts a model of another system to a run's folder at step 0."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from megalith.training.tasks.conversion.new_run import write_new_run
 from megalith.training.tasks.origin import usual_settings
 
 __all__ = ["Imported", "import_model"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ def import_model(
         StorageError: ``out`` exists, or cannot be written.
     """
     folder = foreign_model(source) or open_folder(source)
+    for note in folder.notes:
+        log.info(note)
     tokenizer = folder.tokenizer(eod)
     if tokenizer is not None:
         assert folder.config.vocab_size is not None, "a model folder specifies it"

@@ -1,15 +1,19 @@
 """Checks that a model and its conversion are equivalent, by comparing our logits of random tokens to transformers'.
 
+Of embedding models the embeddings are compared. transformers has only their encoder, so what follows its hidden states
+is computed here a second time: pooling, projection and norm, as sentence-transformers defines them.
+
 Both are computed in float32, one model after the other, on the CPU, so memory must suffice for one of them.
 """
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +23,7 @@ from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, MissingDependencyError
 from megalith.models.bert_model import BertOutput
 from megalith.models.hf import ModelFolder, open_folder
+from megalith.models.hf.folder import WHOLE
 from megalith.models.hf.parameters import state_shapes
 from megalith.models.kinds import MODELS
 from megalith.models.multi_token_prediction import without_modules
@@ -45,7 +50,8 @@ _TOLERANCE = 3e-5
 class LogitProof:
     """The largest difference between two models' logits, and the largest logit, over ``num_tokens`` random tokens.
 
-    ``dtype``: of the weights in the Hugging Face folder, to which ours were rounded too.
+    ``dtype``: of the weights in the Hugging Face folder, to which ours were rounded too. ``compared``: what takes the
+    place of logits.
     """
 
     max_abs_difference: float
@@ -53,11 +59,12 @@ class LogitProof:
     num_tokens: int
     dtype: str
     transformers: str
+    compared: Literal["logits", "embeddings"] = "logits"
 
     def __str__(self) -> str:
         return (
-            f"logits of {self.num_tokens} random tokens differ by {self.max_abs_difference:.1e} at most (the largest "
-            f"is {self.max_abs_logit:.1f}), in float32, from those of transformers {self.transformers}"
+            f"{self.compared} of {self.num_tokens} random tokens differ by {self.max_abs_difference:.1e} at most (the "
+            f"largest is {self.max_abs_logit:.1f}), in float32, from those of transformers {self.transformers}"
         )
 
 
@@ -94,7 +101,8 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
         ours = _our_logits(run, getattr(torch, described.weights.dtype), inputs)
         theirs = _their_logits(described, transformers, inputs)
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    proof = LogitProof(difference, largest, _ROWS * S, described.weights.dtype, transformers.__version__)
+    compared: Literal["logits", "embeddings"] = "embeddings" if described.family.embeds else "logits"
+    proof = LogitProof(difference, largest, _ROWS * S, described.weights.dtype, transformers.__version__, compared)
     if not difference <= _TOLERANCE * largest:  # also true for NaN
         raise CheckpointError(f"{run} and {folder} are not the same model: {proof}")
     return proof
@@ -127,7 +135,8 @@ def _our_logits(run: str | Path | Store, rounded_to: torch.dtype, inputs: Mappin
     for parameter in model.parameters():
         parameter.copy_(parameter.to(rounded_to))
     output = model(**inputs)
-    logits: Tensor = output.predictions if isinstance(output, BertOutput) else output  # [B, S, V], or [B, classes]
+    # [B, S, V], [B, classes] or [B, D]
+    logits: Tensor = output.predictions if isinstance(output, BertOutput) else output
     return logits
 
 
@@ -138,9 +147,14 @@ def _their_logits(folder: ModelFolder, transformers: Any, inputs: Mapping[str, T
     told.addFilter(_is_news)
     try:
         # the class that our family table names; code in the folder is never run
+        model_class = getattr(transformers, folder.architecture)
         with _theirs(folder):
-            model = getattr(transformers, folder.architecture).from_pretrained(
-                str(folder.store), dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            model = model_class.from_pretrained(
+                str(folder.store),
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                **_as_in_files(folder, model_class),
             )
     finally:
         told.removeFilter(_is_news)
@@ -151,9 +165,35 @@ def _their_logits(folder: ModelFolder, transformers: Any, inputs: Mapping[str, T
         theirs.copy_(folder.family.tables_of(folder.config, len(theirs))[key])
     with _theirs(folder):
         output = model.eval()(**{_THEIR_NAMES[name]: tokens for name, tokens in inputs.items()})
+        if folder.family.embeds:
+            return _their_embeddings(folder, output.last_hidden_state)
     # BertForPreTraining has two kinds of logits
     logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     return logits
+
+
+def _as_in_files(folder: ModelFolder, model_class: Any) -> dict[str, bool]:
+    """Returns arguments of ``model_class`` by which a headless encoder has a pooler only if the files have one.
+
+    transformers initializes a missing one and warns about it, though hidden states do not depend on it.
+    """
+    name = "add_pooling_layer"
+    if not folder.family.embeds or name not in inspect.signature(model_class).parameters:
+        return {}
+    return {name: any("pooler." in key for key in folder.unread)}
+
+
+def _their_embeddings(folder: ModelFolder, hidden: Tensor) -> Tensor:
+    """Returns embeddings [B, D] of texts with hidden states [B, S, H]; shares no code with our embedding head."""
+    bert = folder.config.bert
+    assert bert is not None, "only encoders embed"
+    embeddings = hidden[:, 0] if bert.embedding_pooling == "first" else hidden.sum(dim=1) / hidden.shape[1]  # [B, H]
+    if folder.modules is not None and folder.modules.dense is not None:
+        safetensors: Any = optional.need("safetensors.torch")
+        dense = safetensors.load_file(str(folder.store / folder.modules.dense / WHOLE))
+        weight, bias = (dense[f"linear.{part}"].float() for part in ("weight", "bias"))
+        embeddings = embeddings @ weight.T + bias  # [B, D]
+    return embeddings / embeddings.square().sum(dim=1, keepdim=True).sqrt() if bert.normalize_embeddings else embeddings
 
 
 @contextmanager
