@@ -15,7 +15,7 @@ from megalith.wording import counted
 
 if TYPE_CHECKING:
     from megalith.data.tokenizer import Tokenizer
-    from megalith.training.tasks.conversion import Imported, LogitProof
+    from megalith.training.tasks.conversion import Exported, Imported, LogitProof
 
 __all__ = ["app"]
 
@@ -68,6 +68,9 @@ def _uses(imported: "Imported", out: Path) -> list[str]:
     if model.bert is None:
         prompt = '--prompt "Once"' if model.t5 is None else '--special-tokens --prompt "Once <extra_id_0> name."'
         return [train] if imported.tokenizer is None else [f"megalith generate {out} {prompt}", train]
+    if model.bert.head == "embedding":  # both need a tokenizer, and training takes one from its data
+        evaluation = [] if imported.tokenizer is None else [f"megalith eval {out} --data PAIRS"]
+        return [*evaluation, f"megalith train {out} data.train=PAIRS"]
     tune = f"megalith train classification-tiny --from {out} data.train=PREFIX model.bert.num_classes=N"
     if not model.bert.num_text_scores:  # a new pooler as in Hugging Face's classifiers, so that it can be exported
         tune += " model.bert.classifier_pooling=first"
@@ -97,8 +100,16 @@ def export_command(
     show_text(
         f"model      {found.family.architecture} of {found.checkpoint}, in {found.dtype}{why}\n"
         f"{left_out}{_tokenizer_line(found.tokenizer)}{_proof_line(found.proof)}"
-        f'next: transformers.{found.family.architecture}.from_pretrained("{out}")'
+        f"next: {_loading(found, out)}"
     )
+
+
+def _loading(exported: "Exported", out: Path) -> str:
+    """Returns the Python that loads the folder ``out``."""
+    load = f'transformers.{exported.family.architecture}.from_pretrained("{out}")'
+    if not exported.family.embeds:
+        return load
+    return f'sentence_transformers.SentenceTransformer("{out}").encode(TEXTS); its encoder alone: {load}'
 
 
 @app.command("upcycle")

@@ -31,6 +31,7 @@ def write_tensors(
 ) -> None:
     """Writes config.json and the tensors ``packed`` by key, assembled from our ``weights`` however these are sharded.
 
+    A key with a slash names a folder, which must exist, and the key in a file there: ``2_Dense/linear.weight``.
     ``dtypes`` are the dtypes of the tensors, by the same keys. Only one tensor is in memory at a time, in addition to
     ``tables``, which are written unchanged. ``progress`` is called with (bytes written so far, total bytes).
 
@@ -53,14 +54,21 @@ def write_tensors(
             weights.fill({part.parameter: (part.box, view.view(part.box.shape))})
         return tensor
 
-    groups = _groups(described)
+    of_folders: dict[str, dict[str, str]] = {}
+    for key in described:
+        inner, _, name = key.rpartition("/")
+        of_folders.setdefault(inner, {})[name] = key
+    groups = _groups({key: described[key] for key in of_folders.pop("").values()})
     files = [WHOLE] if len(groups) == 1 else [_shard_name(number, len(groups)) for number in range(len(groups))]
     for file, keys in zip(files, groups, strict=True):
         write_shard(store, file, {key: described[key] for key in keys}, read)
+    for inner, names in of_folders.items():
+        _write_inner(store / inner, names, described, read)
     progress(total, total)
     if len(groups) > 1:
         weight_map = {key: file for file, keys in zip(files, groups, strict=True) for key in keys}
-        store.put(INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+        size = sum(_num_bytes(described[key]) for key in weight_map)
+        store.put(INDEX, _json({"metadata": {"total_size": size}, "weight_map": weight_map}))
     store.put(CONFIG, _json(hf_config))
 
 
@@ -75,6 +83,13 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, companions: Mappi
         with explained("write", folder / name):
             (folder / name).parent.mkdir(exist_ok=True)
         LocalStore(folder).put(name, content)
+
+
+def _write_inner(
+    store: Store, keys: Mapping[str, str], described: Mapping[str, Tensor], read: Callable[[str], Tensor]
+) -> None:
+    """Writes a file with some tensors into the folder ``store``; ``keys``: their names there -> their keys."""
+    write_shard(store, WHOLE, {name: described[key] for name, key in keys.items()}, lambda name: read(keys[name]))
 
 
 def _groups(described: Mapping[str, Tensor]) -> list[list[str]]:

@@ -26,6 +26,7 @@ from megalith.models.hf import Family, fitting
 from megalith.models.hf.parameters import buffer_shapes, state_shapes
 from megalith.models.hf.parameters import check as check_shapes
 from megalith.models.hf.write_folder import write_tensors, write_tokenizer
+from megalith.models.hf.write_modules import module_files
 from megalith.models.multi_token_prediction import without_modules
 from megalith.storage import LocalStore, Store, new_folder
 from megalith.training.build_model import DTYPES
@@ -94,17 +95,15 @@ def export_model(
         dtype=dtype,
         eos_token_id=None if tokenizer is None else tokenizer.eod,
     ) | _named_classes(checkpoint, model)
+    longest = model.max_position_embeddings or num_positions
     if tokenizer is None:
         hf_config |= {name: id for name, id in token_ids(companions).items() if hf_config.get(name) is None}
         written = _without_tokenizer(companions, model)
     else:
-        fields = _tokenizer_fields(tokenizer, model)
-        _tell_of_frame(tokenizer, model, fields)
-        ids = _token_ids(tokenizer, model, fields)
-        _check_padding(model, family, ids.get("pad_token_id"))
+        ids, written = _with_tokenizer(tokenizer, companions, family, model, longest)
         hf_config |= ids
-        longest = model.max_position_embeddings or num_positions
-        written = written_companions(companions, tokenizer, longest, fields, {} if model.kind == "bert" else ids)
+    if family.embeds:
+        written |= module_files(model, longest, companions)
     weights = _checked_weights(checkpoint, config.model)
     with new_folder(out) as made:
         packed, buffers = family.packed(model), buffer_shapes(model)
@@ -112,8 +111,8 @@ def export_model(
             key: torch.float32 if each.parts[0].parameter in buffers else DTYPES[dtype] for key, each in packed.items()
         }
         tables = family.tables_of(model, hf_config["max_position_embeddings"]) if family.tables else {}
+        write_tokenizer(made, tokenizer, written)  # makes the folders of modules
         write_tensors(LocalStore(made), hf_config, packed, weights, dtypes, tables, progress)
-        write_tokenizer(made, tokenizer, written)
         proof = stored_proof(checkpoint, made, made) if with_proof else None
     return Exported(checkpoint, family, dtype, tokenizer, _left_out(config.model, family), proof)
 
@@ -175,6 +174,18 @@ def _kept(folder: Store) -> tuple[Tokenizer | None, dict[str, bytes]]:
         tokenizer.decode(begin),
     )
     return tokenizer.without_beginning(), companions_without_beginning(companions)
+
+
+def _with_tokenizer(
+    tokenizer: Tokenizer, companions: Mapping[str, bytes], family: Family, model: TransformerConfig, num_positions: int
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Returns the token ids of config.json, and the files to write beside tokenizer.json."""
+    fields = _tokenizer_fields(tokenizer, model)
+    _tell_of_frame(tokenizer, model, fields)
+    ids = _token_ids(tokenizer, model, fields)
+    _check_padding(model, family, ids.get("pad_token_id"))
+    generation = {} if model.kind == "bert" else ids
+    return ids, written_companions(companions, tokenizer, num_positions, fields, generation)
 
 
 def _without_tokenizer(companions: Mapping[str, bytes], model: TransformerConfig) -> dict[str, bytes]:
