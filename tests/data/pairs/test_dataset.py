@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from fractions import Fraction
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 
 import numpy as np
 import pytest
@@ -107,6 +107,17 @@ def test_rows_must_hold_the_longest_negatives(prefix, tokenizer):
             PairTexts(prefix, tokenizer, longest - 1, num_negatives=n)
     dataset = PairDataset(PairTexts(prefix, tokenizer, longest), seed=0)
     assert max(sum(map(len, dataset[i].texts)) for i in range(300)) == longest
+
+
+def test_a_text_that_is_longer_than_the_table_of_positions_is_refused(prefix, tokenizer):
+    data = IndexedDataset(prefix)
+    firsts, lengths = data.document_indices, data.sequence_lengths + 2
+    of_pairs = [lengths[first:end] for first, end in pairwise(firsts)]
+    for n, longest in ((0, max(max(each[:2]) for each in of_pairs)), (2, max(lengths))):
+        PairTexts(prefix, tokenizer, S, num_negatives=n, num_positions=longest)
+        says = rf"must have at most {longest - 1} tokens .*has one of {longest}; .*--max-passage-tokens {longest - 3}"
+        with pytest.raises(DataError, match=says):
+            PairTexts(prefix, tokenizer, S, num_negatives=n, num_positions=longest - 1)
 
 
 def test_a_pair_with_too_few_negatives_is_refused(prefix, tokenizer):

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from megalith.config import load_run
 from megalith.data.pairs.dataset import PairSample
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 from megalith.models.bert_model import BertModel
 from megalith.numerics.tolerance import LAYOUT_FLOAT64, gradient_error
 from megalith.parallel.build_options import BuildOptions
@@ -251,6 +251,19 @@ def evaluation_on(tree: dict[str, Any], prefix: str) -> Evaluation:
     run = build_run(load_run(tree, world_size=1), torch.device("cpu"))
     held_out = run.task.evaluation_dataset(prefix)
     return evaluate(run.task, run.pipeline, held_out, 2, options=run.options, device=run.device)
+
+
+def test_rows_may_be_longer_than_the_table_of_positions(tmp_path):
+    # rows of 32 columns, half of them padding; the longest passage has 6 tokens between two special ones
+    tree = embedding_settings(tmp_path, model={"max_position_embeddings": 8})
+    [found], [want] = (ranks(1, steps, each, 1) for each in (tree, embedding_settings(tmp_path)))
+    assert found.losses == pytest.approx(want.losses, rel=1e-12)
+    with pytest.raises(DataError, match=r"must have at most 7 tokens .*\(model.max_position_embeddings\)"):
+        task_of(load_run(embedding_settings(tmp_path, model={"max_position_embeddings": 7}))).train_dataset()
+    of_text = from_text(tmp_path)
+    of_text["model"]["max_position_embeddings"] = 8
+    with pytest.raises(ConfigError, match=r"\(8\) must be at least data.seq_length \(32\) .*use data.seq_length=8"):
+        task_of(load_run(of_text)).train_dataset()
 
 
 def test_masking_is_refused(tmp_path):

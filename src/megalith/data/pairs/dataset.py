@@ -133,6 +133,7 @@ class PairTexts:
         seq_length: S, maximum number of tokens in a row, special tokens included.
         num_negatives: n; by default the smallest number that a pair has.
         vocab_size: vocabulary size of the model that reads the samples; None: unknown.
+        num_positions: of the model's table of positions, which restart in every text; None: without a table.
 
     Attributes:
         num_negatives: n.
@@ -140,8 +141,8 @@ class PairTexts:
     Raises:
         ConfigError: ``num_negatives`` is below 0.
         DataError: the files cannot be read or do not hold pairs, a pair has fewer than n negatives, or does not fit in
-            a row with its n longest ones; the tokenizer lacks one of BERT's special tokens; or, when a sample is read,
-            it has a token id that is not below ``vocab_size``.
+            a row with its n longest ones, or has a text with more tokens than positions; the tokenizer lacks one of
+            BERT's special tokens; or, when a sample is read, it has a token id that is not below ``vocab_size``.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class PairTexts:
         *,
         num_negatives: int | None = None,
         vocab_size: int | None = None,
+        num_positions: int | None = None,
     ) -> None:
         self.special = bert_tokens(tokenizer)
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -161,14 +163,7 @@ class PairTexts:
         self._firsts, self._starts = self._data.document_indices, self._data.sequence_starts()
         self.num_negatives = int(self._num_present.min()) if num_negatives is None else num_negatives
         self._check_negatives()
-        lengths = row_lengths(self._data, self.num_negatives)
-        if (longest := int(lengths.max())) > seq_length:
-            raise DataError(
-                f"pairs of {dataset} must have at most {seq_length} tokens to fit in a row (data.seq_length), with "
-                f"{self.num_negatives} negatives and two special tokens around each text; pair {lengths.argmax()} has "
-                f"up to {longest}; use data.seq_length={longest} or more, fewer negatives, or truncate long texts "
-                "with: megalith data pairs ... --max-query-tokens N --max-passage-tokens N"
-            )
+        self._check_lengths(seq_length, num_positions)
 
     def __len__(self) -> int:
         return len(self._num_present)
@@ -211,6 +206,32 @@ class PairTexts:
             raise DataError(
                 f"pairs of {self._data.prefix} must have at least {n} negatives; pair {self._num_present.argmin()} has "
                 f"{least}; use {least} negatives, or remove pairs with fewer"
+            )
+
+    def _check_lengths(self, seq_length: int, num_positions: int | None) -> None:
+        lengths = row_lengths(self._data, self.num_negatives)
+        if (longest := int(lengths.max())) > seq_length:
+            raise DataError(
+                f"pairs of {self._data.prefix} must have at most {seq_length} tokens to fit in a row "
+                f"(data.seq_length), with {self.num_negatives} negatives and two special tokens around "
+                f"each text; pair {lengths.argmax()} has up to {longest}; use data.seq_length={longest} or more, fewer "
+                "negatives, or truncate long texts with: megalith data pairs ... --max-query-tokens N "
+                "--max-passage-tokens N"
+            )
+        if num_positions is None:
+            return
+        of_texts = self._data.sequence_lengths.astype(np.int64) + _NUM_AROUND
+        place = np.arange(len(of_texts)) - np.repeat(self._firsts[:-1], np.diff(self._firsts))  # in the pair
+        if not self.num_negatives:
+            of_texts[place >= _BEFORE_NEGATIVES] = 0
+        if (longest := int(of_texts.max())) > num_positions:
+            pair = int(np.searchsorted(self._firsts, of_texts.argmax(), side="right")) - 1
+            most = num_positions - _NUM_AROUND
+            raise DataError(
+                f"texts of {self._data.prefix} must have at most {num_positions} tokens with the two special ones "
+                f"around each, because the model has as many positions (model.max_position_embeddings); pair {pair} "
+                f"has one of {longest}; truncate them with: megalith data pairs ... --max-query-tokens {most} "
+                f"--max-passage-tokens {most}"
             )
 
 

@@ -94,6 +94,8 @@ class TrainEmbedding(
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config, num_texts=2 + config.data.num_negatives)
+        has_table = config.model.position_embedding_type == "learned_absolute"
+        self._num_positions = config.model.max_position_embeddings if has_table else None
         if config.data.masking is not None:
             raise ConfigError("data.masking is for pretraining; bert.head=embedding masks nothing; leave it out")
 
@@ -137,6 +139,9 @@ class TrainEmbedding(
         """
         S, columns = self.config.data.seq_length, torch.from_numpy(batch.positions)  # [S/cp]
         texts = PackedSeqParams.from_lengths([_with_padding(row, S) for row in batch.lengths.tolist()])
+        # padding may be longer than the table of positions
+        is_padding = torch.arange(S) >= torch.from_numpy(batch.lengths).sum(dim=1, keepdim=True)  # [B, S]
+        position_ids = texts.position_ids().masked_fill(is_padding, 0)
         starts = np.cumsum(batch.lengths, axis=1) - batch.lengths  # [B, T]
         column_of = np.full(S, -1)
         column_of[batch.positions] = np.arange(len(batch.positions))
@@ -146,7 +151,7 @@ class TrainEmbedding(
         rows = torch.from_numpy(batch.row_ids)
         return EmbeddingInputs(
             to_device(batch.tokens, device),
-            to_device(texts.position_ids()[:, columns], device),
+            to_device(position_ids[:, columns], device),
             texts.to(device),
             to_device(pooled, device),
             to_device(slots, device),
@@ -234,11 +239,22 @@ class TrainEmbedding(
 
     def _pairs(self, prefix: str) -> PairTexts:
         data, vocab_size = self.config.data, self.config.model.vocab_size
-        number = data.num_negatives
-        return PairTexts(prefix, self.tokenizer, data.seq_length, num_negatives=number, vocab_size=vocab_size)
+        return PairTexts(
+            prefix,
+            self.tokenizer,
+            data.seq_length,
+            num_negatives=data.num_negatives,
+            vocab_size=vocab_size,
+            num_positions=self._num_positions,
+        )
 
     def _from_text(self, prefix: str, seed: int) -> InverseClozeDataset:
-        data, vocab_size = self.config.data, self.config.model.vocab_size
+        data, vocab_size, positions = self.config.data, self.config.model.vocab_size, self._num_positions
+        if positions is not None and positions < data.seq_length:
+            raise ConfigError(
+                f"model.max_position_embeddings ({positions}) must be at least data.seq_length ({data.seq_length}) for "
+                f"{prefix}, which holds text: a block of it may fill a row; use data.seq_length={positions}"
+            )
         given = data.query_in_block_probability
         kept = _IN_BLOCK if given is None else given
         return InverseClozeDataset(
