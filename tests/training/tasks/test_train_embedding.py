@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from megalith.config import load_run
+from megalith.config import BertConfig, TransformerConfig, load_run
 from megalith.data.pairs.dataset import PairSample
 from megalith.errors import ConfigError, DataError
 from megalith.models.bert_model import BertModel
@@ -19,11 +20,13 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.setup import build_run
 from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.origin import settings_from
 from megalith.training.tasks.task import JointTask
 from megalith.training.tasks.train_embedding import TrainEmbedding
 from tests.rank_pool import ranks
 from tests.tiny_pairs import NUM_NEGATIVES, embedding_settings
 from tests.training.on_ranks import first_steps
+from tests.training.outcomes import run_here
 from tests.training.reference import Trajectory, differences
 
 FIRST = {"embedding_pooling": "first", "normalize_embeddings": False, "similarity_temperature": 1.0}
@@ -264,6 +267,24 @@ def test_rows_may_be_longer_than_the_table_of_positions(tmp_path):
     of_text["model"]["max_position_embeddings"] = 8
     with pytest.raises(ConfigError, match=r"\(8\) must be at least data.seq_length \(32\) .*use data.seq_length=8"):
         task_of(load_run(of_text)).train_dataset()
+
+
+def test_an_embedding_model_is_trained_on_with_the_head_that_it_has(tmp_path):
+    bert = {**FIRST, **PROJECTED}
+    tree = embedding_settings(tmp_path, bert, train={"steps": 1})
+    ranks(1, run_here, tree, 1)
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump({"model": {"bert": {"head": "embedding", "similarity_temperature": 0.5}}})
+    )
+    found = settings_from(tree["run"], tmp_path / "recipe.yaml")
+    assert TransformerConfig(**found["model"]).bert == BertConfig(
+        **{**tree["model"]["bert"], "similarity_temperature": 0.5}
+    )
+    # and a classifier that starts from it has none of them
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump({"model": {"bert": {"head": "classification", "num_classes": 2}}})
+    )
+    assert not bert.keys() & settings_from(tree["run"], tmp_path / "recipe.yaml")["model"]["bert"].keys()
 
 
 def test_masking_is_refused(tmp_path):
