@@ -103,7 +103,7 @@ class _Sums:
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self._outputs = list[Tensor]()  # kept until the end by a task that compares all samples
-        self._inputs = list[Any]()
+        self._compared = list[Any]()
 
     def add(self, batches: Sequence[Any], options: BuildOptions) -> None:
         """Runs the micro-batches through the model."""
@@ -117,7 +117,7 @@ class _Sums:
                 return output
             if isinstance(task, JointTask):
                 self._outputs.append(output)
-                self._inputs.append(inputs)
+                self._compared.append(task.compared(inputs))
             else:
                 for name, value in task.sums(output, inputs).items():
                     # stays on the device, to avoid a synchronization
@@ -132,7 +132,7 @@ class _Sums:
     def finish(self, options: BuildOptions) -> None:
         """Compares the samples with each other, if the task does so. Collective over the ranks of a stage."""
         if isinstance(self.task, JointTask) and self._outputs:
-            found = self.task.joint_sums(self._outputs, self._inputs, options.pg_collection)
+            found = self.task.joint_sums(self._outputs, self._compared, options.pg_collection)
             self.sums = {name: value.double() for name, value in found.items()}
 
 

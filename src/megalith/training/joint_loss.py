@@ -47,7 +47,7 @@ def joint_loss(run: Run, micro_batches: Sequence[Any], coefficients: Mapping[str
     task = run.task
     if not isinstance(task, JointTask) or len(micro_batches) == 1:
         return None
-    outputs, inputs = list[Tensor](), list[Any]()  # a rank runs the micro-batches in order
+    outputs, compared = list[Tensor](), list[Any]()  # a rank runs the micro-batches in order
     inputs_of = inputs_for(task, micro_batches, run.state.step, run.device, run.chunks[-1])
 
     def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
@@ -55,7 +55,7 @@ def joint_loss(run: Run, micro_batches: Sequence[Any], coefficients: Mapping[str
         output: Tensor = task.forward(model, given, hidden)
         if run.pipeline.holds_output(model):
             outputs.append(output)
-            inputs.append(given)
+            compared.append(task.compared(given))
         return output
 
     with torch.no_grad(), run.pipeline.holding_weights():
@@ -65,6 +65,6 @@ def joint_loss(run: Run, micro_batches: Sequence[Any], coefficients: Mapping[str
     if not outputs:
         return JointLoss({}, ())
     leaves = [output.requires_grad_() for output in outputs]
-    sums = task.joint_sums(leaves, inputs, run.pg_collection)
+    sums = task.joint_sums(leaves, compared, run.pg_collection)
     loss = torch.stack([sums[name] * coefficient for name, coefficient in coefficients.items()]).sum()
     return JointLoss({name: value.detach() for name, value in sums.items()}, torch.autograd.grad(loss, leaves))

@@ -163,7 +163,7 @@ def _forward_backward(
 def _sums(run: Run, output: Any, inputs: Any) -> Mapping[str, Tensor]:
     """Returns the sums of a micro-batch, compared with those of other ranks if the task compares samples."""
     if isinstance(run.task, JointTask):
-        return run.task.joint_sums([output], [inputs], run.pg_collection)
+        return run.task.joint_sums([output], [run.task.compared(inputs)], run.pg_collection)
     return run.task.sums(output, inputs)
 
 

@@ -1,7 +1,9 @@
 """An embedding model: its loss and measures computed from each text alone, and the same in every layout."""
 
+import gc
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from megalith.training.setup import build_run
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.origin import settings_from
 from megalith.training.tasks.task import JointTask
-from megalith.training.tasks.train_embedding import TrainEmbedding
+from megalith.training.tasks.train_embedding import EmbeddingInputs, TrainEmbedding
 from tests.rank_pool import ranks
 from tests.tiny_pairs import NUM_NEGATIVES, embedding_settings
 from tests.training.on_ranks import first_steps
@@ -190,6 +192,24 @@ def test_held_out_measures_are_the_same_in_every_layout(parallel, tmp_path):
     for found in ranks(2, evaluation, {**tree, "parallel": parallel}, 2, 23):
         assert found.means == pytest.approx(want.means, rel=1e-9)
         assert found.counts == want.counts
+
+
+def inputs_kept(tree: dict[str, Any]) -> list[int]:
+    """How many micro-batches' inputs exist whenever embeddings are compared, in two steps and an evaluation."""
+    found, joint_sums = [], TrainEmbedding.joint_sums
+
+    def counting(*arguments: Any) -> Any:
+        found.append(sum(type(each) is EmbeddingInputs for each in gc.get_objects()))
+        return joint_sums(*arguments)
+
+    with patch.object(TrainEmbedding, "joint_sums", counting):
+        steps(tree, 1)
+        evaluation(tree, 1)
+    return found
+
+
+def test_the_tokens_of_all_micro_batches_are_not_kept_until_they_are_compared(tmp_path):
+    assert ranks(1, inputs_kept, embedding_settings(tmp_path)) == [[0, 0, 0]]
 
 
 def test_a_sample_is_shown_text_by_text(tmp_path):

@@ -229,21 +229,29 @@ class JointTask(Task[Sample, Batch, Inputs]):
     In the last stage ``forward`` returns a tensor. In evaluation, all held-out samples are compared.
     """
 
+    def compared(self, inputs: Inputs) -> Any:
+        """Returns what ``joint_sums`` reads of ``inputs``, which is kept until all micro-batches have been run.
+
+        By default all of it.
+        """
+        return inputs
+
     @abstractmethod
     def joint_sums(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Inputs], pg_collection: ProcessGroupCollection
+        self, outputs: Sequence[Tensor], compared: Sequence[Any], pg_collection: ProcessGroupCollection
     ) -> Mapping[str, Tensor]:
         """Returns ``sums`` over this rank's samples, which are compared with those of all ranks.
 
         Collective over the ranks with the same stage and part of the layers, which all have as many samples.
 
         Args:
-            outputs, inputs: of each of this rank's micro-batches. Without gradients they are of an evaluation.
+            outputs: of each of this rank's micro-batches. Without gradients they are of an evaluation.
+            compared: ``compared`` of the inputs of each of them.
         """
 
     def sums(self, output: Tensor, inputs: Inputs) -> Mapping[str, Tensor]:
         """``joint_sums`` over a single micro-batch."""
-        return self.joint_sums([output], [inputs], ProcessGroupCollection.single())
+        return self.joint_sums([output], [self.compared(inputs)], ProcessGroupCollection.single())
 
 
 AnyTask = Task[Any, Any, Any]

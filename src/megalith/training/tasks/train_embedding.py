@@ -40,20 +40,17 @@ from megalith.training.tasks.masked_task import HELD_OUT_SEED
 from megalith.training.tasks.shown_text import bracketed
 from megalith.training.tasks.task import JointTask
 
-__all__ = ["EmbeddingInputs", "TrainEmbedding"]
+__all__ = ["ComparedTexts", "EmbeddingInputs", "TrainEmbedding"]
 
 _IN_BLOCK = 0.1  # as in arXiv:1906.00300
 _TOP = (1, 5, 20)  # as in DPR's evaluation, arXiv:2004.04906
 
 
 @dataclass(frozen=True)
-class EmbeddingInputs:
-    """A micro-batch as ``BertModel.forward`` takes it, and which texts its output embeds; T texts per row.
+class ComparedTexts:
+    """Which texts the N embeddings of a micro-batch of B rows are of; T texts per row.
 
     Attributes:
-        tokens, position_ids: int64 [B, S/cp]; positions restart in every text.
-        packed_seq_params: the texts of whole rows, and their padding.
-        pooled_tokens: int64 [N], the index of the first token of each text that begins on this rank.
         slots: int64 [N], b * T + t for each of them.
         text_ids: int64 [B, T].
         row_ids: int64 [B].
@@ -61,16 +58,29 @@ class EmbeddingInputs:
         counted: int64 [n], the rows whose queries count on this rank.
     """
 
-    tokens: Tensor
-    position_ids: Tensor
-    packed_seq_params: PackedSeqParams
-    pooled_tokens: Tensor
     slots: Tensor
     text_ids: Tensor
     row_ids: Tensor
     is_counted: Tensor
     counted: Tensor
+
+
+@dataclass(frozen=True)
+class EmbeddingInputs:
+    """A micro-batch as ``BertModel.forward`` takes it, and the texts whose embeddings are its output.
+
+    Attributes:
+        tokens, position_ids: int64 [B, S/cp]; positions restart in every text.
+        packed_seq_params: the texts of whole rows, and their padding.
+        pooled_tokens: int64 [N], the index of the first token of each text that begins on this rank.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    packed_seq_params: PackedSeqParams
+    pooled_tokens: Tensor
     dropout_key: DropoutKey
+    texts: ComparedTexts
 
 
 class TrainEmbedding(
@@ -154,12 +164,14 @@ class TrainEmbedding(
             to_device(position_ids[:, columns], device),
             texts.to(device),
             to_device(pooled, device),
-            to_device(slots, device),
-            to_device(batch.text_ids, device),
-            to_device(rows, device),
-            to_device(batch.counted, device),
-            to_device(_counted(batch), device),
             DropoutKey(self.config.train.seed, step, to_device(rows.unsqueeze(1) * S + columns, device)),
+            ComparedTexts(
+                to_device(slots, device),
+                to_device(batch.text_ids, device),
+                to_device(rows, device),
+                to_device(batch.counted, device),
+                to_device(_counted(batch), device),
+            ),
         )
 
     def forward(self, model: nn.Module, inputs: EmbeddingInputs, hidden: Tensor | None) -> Tensor:
@@ -174,20 +186,24 @@ class TrainEmbedding(
         )
         return output
 
+    def compared(self, inputs: EmbeddingInputs) -> ComparedTexts:
+        """Returns ``inputs.texts``: tokens need not be kept."""
+        return inputs.texts
+
     def joint_sums(
-        self, outputs: Sequence[Tensor], inputs: Sequence[EmbeddingInputs], pg_collection: ProcessGroupCollection
+        self, outputs: Sequence[Tensor], compared: Sequence[ComparedTexts], pg_collection: ProcessGroupCollection
     ) -> Mapping[str, Tensor]:
         """Sums the losses of this rank's queries; in evaluation also counts how often their positive is at the top."""
         in_training = outputs[0].requires_grad
-        parts = [self._rows(*part) for part in zip(outputs, inputs, strict=True)]
+        parts = [self._rows(*part) for part in zip(outputs, compared, strict=True)]
         embeddings = torch.cat(parts)  # [R, T, D]
         cp, dp = pg_collection.cp, pg_collection.dp
         embeddings = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(embeddings, cp), cp)
-        text_ids = torch.cat([each.text_ids for each in inputs])  # [R, T]
-        rows = torch.cat([each.counted + number * len(parts[0]) for number, each in enumerate(inputs)])
+        text_ids = torch.cat([each.text_ids for each in compared])  # [R, T]
+        rows = torch.cat([each.counted + number * len(parts[0]) for number, each in enumerate(compared)])
         batches = torch.zeros_like(text_ids[:, 0])
         if not in_training:
-            batches = self._batches(inputs, pg_collection)
+            batches = self._batches(compared, pg_collection)
         passages = gather_passages(embeddings[:, 1:], text_ids, batches, dp)
         queries = embeddings[rows, 0]
         found = {"contrastive": contrastive_losses(queries, rows, passages, self.bert.similarity_temperature).sum()}
@@ -206,15 +222,15 @@ class TrainEmbedding(
             lines += [f"{name}:", *bracketed(text.tolist(), is_special, self.tokenizer)]
         return lines
 
-    def _rows(self, output: Tensor, inputs: EmbeddingInputs) -> Tensor:
+    def _rows(self, output: Tensor, texts: ComparedTexts) -> Tensor:
         """Embeddings [B, T, D] of a micro-batch from [N, D]; zeros for texts that begin on another rank."""
-        B, T = inputs.text_ids.shape
-        return output.new_zeros(B * T, output.shape[1]).index_copy(0, inputs.slots, output).view(B, T, -1)
+        B, T = texts.text_ids.shape
+        return output.new_zeros(B * T, output.shape[1]).index_copy(0, texts.slots, output).view(B, T, -1)
 
-    def _batches(self, inputs: Sequence[EmbeddingInputs], pg_collection: ProcessGroupCollection) -> Tensor:
+    def _batches(self, compared: Sequence[ComparedTexts], pg_collection: ProcessGroupCollection) -> Tensor:
         """Returns int64 [R]: which of the batches of consecutive samples each row is evaluated in, -1 for padding."""
-        is_counted = torch.cat([each.is_counted for each in inputs])
-        row_ids = torch.cat([each.row_ids for each in inputs])
+        is_counted = torch.cat([each.is_counted for each in compared])
+        row_ids = torch.cat([each.row_ids for each in compared])
         last = torch.iinfo(row_ids.dtype).max
         of_all = gather_from_sequence_parallel_region(row_ids.where(is_counted, last), pg_collection.dp)
         size = batch_size_stages(self.config.train, self.config.data.seq_length)[-1].global_batch_size
