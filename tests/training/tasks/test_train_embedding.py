@@ -257,7 +257,7 @@ def test_settings_that_do_not_apply_to_the_data_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data.num_negatives \(1\) must be 0 for .*text, which holds text"):
         task.train_dataset()
     tree = embedding_settings(tmp_path, data={"query_in_block_probability": 0.5})
-    with pytest.raises(ConfigError, match=r"query_in_block_probability is for pairs made from text; .* leave it out"):
+    with pytest.raises(ConfigError, match=r"is for pairs made from text; .*pairs-24 holds pairs; leave it out"):
         task_of(load_run(tree)).train_dataset()
 
 
@@ -274,6 +274,18 @@ def evaluation_on(tree: dict[str, Any], prefix: str) -> Evaluation:
     run = build_run(load_run(tree, world_size=1), torch.device("cpu"))
     held_out = run.task.evaluation_dataset(prefix)
     return evaluate(run.task, run.pipeline, held_out, 2, options=run.options, device=run.device)
+
+
+def test_pairs_made_from_text_are_blended_with_others(tmp_path):
+    tree = embedding_settings(tmp_path)
+    pairs, text = tree["data"]["train"], str(tmp_path / "text")
+    for train in (text, {"text": text, "pairs": pairs}):
+        data = {**tree["data"], "train": train, "num_negatives": 0, "query_in_block_probability": 1.0}
+        task = task_of(load_run({**tree, "data": data}))
+        kinds = {
+            np.isin(query[1:-1], block).all() for query, block in (task.train_dataset()[n].texts for n in range(50))
+        }
+        assert kinds == ({True} if train == text else {True, False})
 
 
 def test_rows_may_be_longer_than_the_table_of_positions(tmp_path):

@@ -112,9 +112,16 @@ class TrainEmbedding(
     def train_dataset(self) -> Samples[PairSample]:
         """Returns ``data.train`` in the order of ``train.seed``: pairs, or those made from plain text.
 
-        Raises ConfigError for settings that do not apply to the data.
+        Raises ConfigError for settings that do not apply to any of the datasets.
         """
-        return blended(self.config.data, self._dataset)
+        data = self.config.data
+        prefixes = data.train_sets.values()
+        if data.query_in_block_probability is not None and all(holds_pairs(IndexedDataset(name)) for name in prefixes):
+            raise ConfigError(
+                f"data.query_in_block_probability is for pairs made from text; {', '.join(prefixes)} "
+                f"{'holds' if len(prefixes) == 1 else 'hold'} pairs; leave it out"
+            )
+        return blended(data, self._dataset)
 
     def evaluation_dataset(self, prefix: str) -> SizedSamples[PairSample]:
         """Returns the pairs of ``prefix``, each once with its first negatives; or one of each block of plain text."""
@@ -241,10 +248,6 @@ class TrainEmbedding(
         """The training samples of ``prefix``."""
         data, seed = self.config.data, self.config.train.seed
         if holds_pairs(IndexedDataset(prefix)):
-            if data.query_in_block_probability is not None:
-                raise ConfigError(
-                    f"data.query_in_block_probability is for pairs made from text; {prefix} holds pairs; leave it out"
-                )
             return PairDataset(self._pairs(prefix), seed)
         if data.num_negatives:
             raise ConfigError(
