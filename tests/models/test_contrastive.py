@@ -96,13 +96,20 @@ def test_ranks_compare_their_queries_with_the_passages_of_all():
 
 def test_queries_are_compared_with_passages_of_their_batch_alone(at_once):
     queries, passages = embeddings()
-    batches = torch.tensor([0, 1, 0, 1, 1, -1])
-    gathered = gather_passages(passages, torch.arange(N * (1 + P)).view(N, 1 + P), batches, None)
-    found = contrastive_losses(queries[:5], torch.arange(5), gathered, TEMPERATURE)
-    for batch in (0, 1):
-        rows = (batches == batch).nonzero().flatten()
+    places = torch.tensor([3, 1, 0, 4, 2, -1])
+    gathered = gather_passages(passages, torch.arange(N * (1 + P)).view(N, 1 + P), places, None)
+    found = {
+        size: contrastive_losses(queries[:5], torch.arange(5), gathered, TEMPERATURE, size) for size in (2, 5, 9, None)
+    }
+    of_order = [2, 1, 4, 0, 3]  # rows by place
+    # batches of two, and the fifth sample with the fourth; all five, also if a batch has more
+    cases = [(2, [0, 1], [0, 1]), (2, [2, 3], [2, 3]), (2, [3, 4], [4])]
+    cases += [(size, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]) for size in (5, 9, None)]
+    for size, batch, own in cases:
+        rows = [of_order[place] for place in batch]
         want = in_batch_contrastive_loss(queries[rows], passages[rows], temperature=TEMPERATURE)
-        torch.testing.assert_close(found[rows], want, rtol=1e-13, atol=0)
+        of_own = [batch.index(place) for place in own]
+        torch.testing.assert_close(found[size][[rows[n] for n in of_own]], want[of_own], rtol=1e-13, atol=0)
 
 
 def test_places_count_passages_that_are_at_least_as_similar(at_once):

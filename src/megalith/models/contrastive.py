@@ -34,7 +34,7 @@ class Passages:
         embeddings: [M, D], in float32 or wider; the first passage of a row is its query's positive.
         text_ids: int64 [M], equal for passages with the same text.
         query_ids: int64 [M], the text id of the query of each passage's row.
-        batches: int64 [M], the batch that each passage belongs to; -1 for one that no query is compared with.
+        places: int64 [M], the place of each passage's row among all samples; -1 for one that no query is compared with.
         per_row: P.
         first_row: index of this rank's first row.
     """
@@ -42,13 +42,27 @@ class Passages:
     embeddings: Tensor
     text_ids: Tensor
     query_ids: Tensor
-    batches: Tensor
+    places: Tensor
     per_row: int
     first_row: int
 
     def positives(self, rows: Tensor) -> Tensor:
         """Returns the index int64 [N] of the positive passage of each of this rank's ``rows``, int64 [N]."""
         return (self.first_row + rows) * self.per_row
+
+    def outside_batches(self, positives: Tensor, batch_size: int | None) -> Tensor:
+        """Returns whether a passage is not compared with the queries of ``positives`` [N], bool [N, M] or [1, M].
+
+        Batches are ``batch_size`` consecutive samples; the queries of a smaller rest are in the last ``batch_size``
+        samples. None: one batch of all.
+        """
+        are_left_out = (self.places < 0).unsqueeze(0)
+        if batch_size is None:
+            return are_left_out
+        own = self.places[positives].unsqueeze(1)
+        last = (self.places.max() + 1 - batch_size).clamp(min=0)  # first sample of the last batch
+        firsts = torch.minimum(own - own % batch_size, last)
+        return are_left_out | (self.places < firsts) | (self.places >= firsts + batch_size)
 
     def known_answers(self, positives: Tensor) -> Tensor:
         """Returns whether a passage answers the query of ``positives`` [N] too, bool [N, M]; False for itself."""
@@ -96,36 +110,39 @@ def in_batch_contrastive_loss(
     return contrastive_losses(queries, rows, found, temperature)
 
 
-def gather_passages(passages: Tensor, text_ids: Tensor, batches: Tensor, group: ProcessGroup | None) -> Passages:
+def gather_passages(passages: Tensor, text_ids: Tensor, places: Tensor, group: ProcessGroup | None) -> Passages:
     """Gathers the passages [R/W, P, D] of the rows of all ranks of ``group``, each of which has as many.
 
-    ``text_ids`` [R/W, 1 + P] as in ``in_batch_contrastive_loss``; ``batches``: int64 [R/W], the batch of each row, -1
-    for a row that does not count. Gradients are summed over the ranks.
+    ``text_ids`` [R/W, 1 + P] as in ``in_batch_contrastive_loss``; ``places``: int64 [R/W], the place of each row among
+    all samples, -1 for a row that does not count. Gradients are summed over the ranks.
     """
     rows, P, _ = passages.shape
     wide = passages.to(torch.promote_types(passages.dtype, torch.float32))
     embeddings = gather_from_sequence_parallel_region(wide, group).flatten(0, 1)  # [M, D]
-    about = gather_from_sequence_parallel_region(torch.cat((batches.unsqueeze(1), text_ids), dim=1), group)
+    about = gather_from_sequence_parallel_region(torch.cat((places.unsqueeze(1), text_ids), dim=1), group)
     return Passages(
         embeddings,
         text_ids=about[:, 2:].flatten(),
         query_ids=about[:, 1].repeat_interleave(P),
-        batches=about[:, 0].repeat_interleave(P),
+        places=about[:, 0].repeat_interleave(P),
         per_row=P,
         first_row=0 if group is None else group.rank() * rows,
     )
 
 
-def contrastive_losses(queries: Tensor, rows: Tensor, passages: Passages, temperature: float) -> Tensor:
+def contrastive_losses(
+    queries: Tensor, rows: Tensor, passages: Passages, temperature: float, batch_size: int | None = None
+) -> Tensor:
     """Returns the losses [N] of ``queries`` [N, D] of this rank's ``rows``, int64 [N], among passages of their batch.
 
-    Similarities are computed a part at a time, and again in backward.
+    ``batch_size``: as in ``Passages.outside_batches``. Similarities are computed a part at a time, and again in
+    backward.
     """
     wide = queries.to(passages.embeddings.dtype) / temperature
     positives = passages.positives(rows)
 
     def losses(some: Tensor, embeddings: Tensor, own: Tensor) -> Tensor:
-        is_left_out = passages.known_answers(own) | (passages.batches != passages.batches[own].unsqueeze(1))
+        is_left_out = passages.known_answers(own) | passages.outside_batches(own, batch_size)
         scores = (some @ embeddings.t()).masked_fill(is_left_out, float("-inf"))  # [n, M]
         return scores.logsumexp(dim=1) - scores.gather(1, own.unsqueeze(1)).squeeze(1)
 
@@ -150,7 +167,7 @@ def places_of_positives(queries: Tensor, rows: Tensor, passages: Passages) -> Te
     found = []
     for some, own in zip(wide.split(at_once), positives.split(at_once), strict=True):
         scores = some @ passages.embeddings.t()
-        is_left_out = passages.known_answers(own) | (passages.batches < 0)
+        is_left_out = passages.known_answers(own) | passages.outside_batches(own, None)
         is_behind = scores < scores.gather(1, own.unsqueeze(1))  # never with NaN
         found.append((~is_behind & ~is_left_out).sum(dim=1))
     return torch.cat(found)

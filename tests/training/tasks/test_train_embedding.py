@@ -140,7 +140,9 @@ def test_measures_are_those_of_all_held_out_pairs(tmp_path):
     pairs = task.evaluation_dataset(tree["data"]["train"])
     samples = [pairs[number * 24 // 23] for number in range(23)]
     with torch.no_grad():
-        of_batches = [losses_of(samples[first : first + 8], model, bert) for first in (0, 8, 16)]
+        # the seven samples that remain are in a batch with the one before them
+        of_batches = [losses_of(samples[first : first + 8], model, bert) for first in (0, 8, 15)]
+        of_batches[2] = of_batches[2][1:]
         # of two equal scores the positive is behind, so its place is one more than the passages with a higher one
         queries = torch.stack([embedded(model, sample.texts[0], bert) for sample in samples])
         passages = torch.stack([embedded(model, text, bert) for sample in samples for text in sample.texts[1:]])

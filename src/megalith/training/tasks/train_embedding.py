@@ -90,9 +90,9 @@ class TrainEmbedding(
 
     The candidates are all passages of the global batch, positives and hard negatives, in any layout and with any
     micro-batch size. In evaluation they are those of as many consecutive samples as the last global batch has, so that
-    the loss is comparable. Evaluation also measures, among all passages of the evaluated samples, how often the
-    positive is among the first k (``top_1_accuracy``, ``top_5_accuracy``, ``top_20_accuracy``), and the mean reciprocal
-    rank, ``mrr``.
+    the loss is comparable (``Passages.outside_batches``). Evaluation also measures, among all passages of the evaluated
+    samples, how often the positive is among the first k (``top_1_accuracy``, ``top_5_accuracy``, ``top_20_accuracy``),
+    and the mean reciprocal rank, ``mrr``.
 
     Raises:
         ConfigError: as ``EncoderTask``; or ``data.masking`` is set, which this task does not use.
@@ -208,17 +208,18 @@ class TrainEmbedding(
         embeddings = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(embeddings, cp), cp)
         text_ids = torch.cat([each.text_ids for each in compared])  # [R, T]
         rows = torch.cat([each.counted + number * len(parts[0]) for number, each in enumerate(compared)])
-        batches = torch.zeros_like(text_ids[:, 0])
+        places, batch_size = torch.zeros_like(text_ids[:, 0]), None
         if not in_training:
-            batches = self._batches(compared, pg_collection)
-        passages = gather_passages(embeddings[:, 1:], text_ids, batches, dp)
-        queries = embeddings[rows, 0]
-        found = {"contrastive": contrastive_losses(queries, rows, passages, self.bert.similarity_temperature).sum()}
+            places = _places(compared, pg_collection)
+            batch_size = batch_size_stages(self.config.train, self.config.data.seq_length)[-1].global_batch_size
+        passages = gather_passages(embeddings[:, 1:], text_ids, places, dp)
+        queries, temperature = embeddings[rows, 0], self.bert.similarity_temperature
+        found = {"contrastive": contrastive_losses(queries, rows, passages, temperature, batch_size).sum()}
         if in_training:
             return found
-        places = places_of_positives(queries, rows, passages)
-        tops = {f"top_{k}_accuracy": (places <= k).sum().float() for k in _TOP}
-        return {**found, **tops, "mrr": (1 / places.double()).sum()}
+        ranks = places_of_positives(queries, rows, passages)
+        tops = {f"top_{k}_accuracy": (ranks <= k).sum().float() for k in _TOP}
+        return {**found, **tops, "mrr": (1 / ranks.double()).sum()}
 
     def sample_as_text(self, sample: PairSample) -> list[str]:
         """Decodes the query and its passages, one after the other."""
@@ -233,16 +234,6 @@ class TrainEmbedding(
         """Embeddings [B, T, D] of a micro-batch from [N, D]; zeros for texts that begin on another rank."""
         B, T = texts.text_ids.shape
         return output.new_zeros(B * T, output.shape[1]).index_copy(0, texts.slots, output).view(B, T, -1)
-
-    def _batches(self, compared: Sequence[ComparedTexts], pg_collection: ProcessGroupCollection) -> Tensor:
-        """Returns int64 [R]: which of the batches of consecutive samples each row is evaluated in, -1 for padding."""
-        is_counted = torch.cat([each.is_counted for each in compared])
-        row_ids = torch.cat([each.row_ids for each in compared])
-        last = torch.iinfo(row_ids.dtype).max
-        of_all = gather_from_sequence_parallel_region(row_ids.where(is_counted, last), pg_collection.dp)
-        size = batch_size_stages(self.config.train, self.config.data.seq_length)[-1].global_batch_size
-        place = torch.searchsorted(of_all.sort().values, row_ids)
-        return torch.where(is_counted, place // size, -1)
 
     def _dataset(self, prefix: str) -> PairDataset | InverseClozeDataset:
         """The training samples of ``prefix``."""
@@ -279,6 +270,15 @@ class TrainEmbedding(
         return InverseClozeDataset(
             prefix, self.tokenizer, data.seq_length, seed, keep_probability=kept, vocab_size=vocab_size
         )
+
+
+def _places(compared: Sequence[ComparedTexts], pg_collection: ProcessGroupCollection) -> Tensor:
+    """Returns int64 [R]: the place of each row among the evaluated samples, -1 for padding."""
+    is_counted = torch.cat([each.is_counted for each in compared])
+    row_ids = torch.cat([each.row_ids for each in compared])
+    last = torch.iinfo(row_ids.dtype).max
+    of_all = gather_from_sequence_parallel_region(row_ids.where(is_counted, last), pg_collection.dp)
+    return torch.where(is_counted, torch.searchsorted(of_all.sort().values, row_ids), -1)
 
 
 def _counted(batch: PairBatch) -> NDArray[np.int64]:
