@@ -35,8 +35,8 @@ FIRST = {"embedding_pooling": "first", "normalize_embeddings": False, "similarit
 PROJECTED = {"embedding_size": 8}
 
 
-def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
-    return first_steps(tree, world_size)
+def steps(tree: dict[str, Any], world_size: int, num_steps: int = 2) -> Trajectory:
+    return first_steps(tree, world_size, num_steps)
 
 
 def embedded(model: BertModel, text: np.ndarray, bert: dict[str, Any]) -> Tensor:
@@ -113,6 +113,30 @@ def test_every_layout_and_micro_batch_size_learns_the_same(parallel, bert, tmp_p
     [want] = ranks(1, steps, {**tree, "train": {**tree["train"], "micro_batch_size": 8}}, 1)
     num_ranks = int(np.prod([size for size in parallel.values() if type(size) is int]))
     for found in ranks(num_ranks, steps, {**tree, "parallel": parallel}, num_ranks):
+        assert differences(found, want) == []
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"schedule": "zb_v", "virtual": 2},  # the first and the last stage are on the same rank
+        pytest.param({"schedule": "zero_bubble"}, marks=pytest.mark.slow),
+        pytest.param({"schedule": "interleaved", "virtual": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_pipeline_schedule_learns_the_same(schedule, tmp_path):
+    tree = embedding_settings(tmp_path, PROJECTED, model={"num_layers": 4})
+    [want] = ranks(1, steps, {**tree, "train": {**tree["train"], "micro_batch_size": 8}}, 1)
+    for found in ranks(2, steps, {**tree, "parallel": {"pipeline": 2, **schedule}}, 2):
+        assert differences(found, want) == []
+
+
+@pytest.mark.parametrize("recompute", [None, pytest.param("full", marks=pytest.mark.slow)])
+def test_steps_of_one_micro_batch_and_of_several_follow_each_other(recompute, tmp_path):
+    schedule = {"global_batch_size": None, "batch_size_schedule": "0:4 4:8 12:16"}
+    tree = embedding_settings(tmp_path, train={**schedule, "recompute": recompute})
+    [want] = ranks(1, steps, {**tree, "train": {**tree["train"], "micro_batch_size": 4, "recompute": None}}, 1, 3)
+    for found in ranks(2, steps, {**tree, "parallel": {"shard": 2}}, 2, 3):
         assert differences(found, want) == []
 
 
