@@ -155,7 +155,9 @@ def evaluation(tree: dict[str, Any], world_size: int, max_samples: int | None = 
 
 
 def test_measures_are_those_of_all_held_out_pairs(tmp_path):
-    tree = embedding_settings(tmp_path, PROJECTED)
+    # held-out batches are as large as the last ones of training
+    schedule = {"global_batch_size": None, "batch_size_schedule": "0:4 4:8"}
+    tree = embedding_settings(tmp_path, PROJECTED, train=schedule)
     [found] = ranks(1, evaluation, tree, 1, 19)  # not all pairs; the last micro-batch has a row of padding
     config = load_run(tree)
     task, bert = task_of(config), tree["model"]["bert"]
