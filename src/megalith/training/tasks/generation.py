@@ -338,8 +338,8 @@ def _check_kind(source: str | Path, kind: str, *, to_score: bool) -> None:
         )
     if kind == "bert":
         raise ConfigError(
-            f"{source} must be a GPT or a T5 to generate text; it is a model.bert, whose predictions of masked tokens "
-            "megalith eval measures"
+            f"{source} must be a GPT or a T5 to generate text; it is a model.bert, whose predictions on "
+            "held-out data megalith eval measures"
         )
 
 
