@@ -6,6 +6,8 @@ from unittest.mock import patch
 
 import pytest
 
+from megalith.config import read_tree
+from megalith.config.settings_tree import applied
 from megalith.insight.verify.cover import AXES
 from megalith.insight.verify.proof import Case
 from megalith.models.contrastive import gather_passages
@@ -82,6 +84,22 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any], Fault]] = {
 # with an encoder and a decoder whose rows cp splits, and samples that are compared; test_bert_layouts.py has the faults
 # of a single stack
 FAST = {"T5, gathered keys", "embedding, passages"}
+
+
+LEARNED = {
+    "model.position_embedding_type": "learned_absolute",
+    "model.rope": None,
+    "model.max_position_embeddings": 192,
+}
+
+
+@pytest.mark.parametrize("positions", [{}, LEARNED], ids=["rope", "learned"])
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+def test_an_embedding_model_is_as_exact_in_float32_as_is_allowed(pooling, positions, tmp_path):
+    changes = {**positions, "model.bert.embedding_pooling": pooling, "parallel.shard": 1}
+    prepared = begin(applied(read_tree("embedding-tiny"), changes), 1, tmp_path)
+    result = prepared.run(Case({}, "float32", "reference"))
+    assert result.same, result
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ _PRIME, _EVEN = 61, 64  # vocabulary sizes
 _MOST_CLASSES = 3  # fewer than a context-parallel rank's tokens of a row, so that records cannot confuse the two
 _EMBEDDING_SIZE = 8
 _WIDEST_STD = 0.1
+_STD_OF_FIRST_TOKENS = 0.3
 _SMALLEST_EPS = 1e-6
 _FEW_ROWS = 0.7  # less than balanced loads, so that even those take several turns
 
@@ -195,12 +196,16 @@ def _embedding(model: TransformerConfig) -> dict[str, Any]:
     """Sizes of an embedding model: a row has room for a query and one passage.
 
     The embeddings of an untrained model are nearly the same. A low temperature would enlarge the rounding of their
-    similarities beyond what float32 is allowed.
+    similarities beyond what float32 is allowed. First tokens differ in what they attend to only, so that even at
+    temperature 1 the gradients are small differences, unless the weights are large.
     """
     if model.bert is None or model.bert.head != "embedding":
         return {}
     size = model.bert.embedding_size and _EMBEDDING_SIZE
-    return {"model.bert.embedding_size": size, "model.bert.similarity_temperature": 1.0, "data.num_negatives": None}
+    changes = {"model.bert.embedding_size": size, "model.bert.similarity_temperature": 1.0, "data.num_negatives": None}
+    if model.bert.embedding_pooling == "first":
+        changes["model.init_method_std"] = max(model.init_method_std, _STD_OF_FIRST_TOKENS)
+    return changes
 
 
 def _latents(model: TransformerConfig) -> dict[str, Any]:
