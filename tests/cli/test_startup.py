@@ -59,7 +59,7 @@ def test_questions_are_answered_before_anything_large_is_loaded():
     for answer in (train, override):
         assert answer[0] == 2
         assert answer[2].startswith(
-            "error: give a recipe or a YAML file first: bert-tiny, classification-tiny, gpt2-124m, llama-28m, llama-4m"
+            "error: give a recipe or a YAML file first: bert-tiny, classification-tiny, embedding-tiny, gpt2-124m, "
         )
     assert (names[0], recipe[0]) == (0, 0)
     assert completed[1].split() == ["llama-28m", "llama-4m"]
