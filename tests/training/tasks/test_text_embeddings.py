@@ -165,5 +165,10 @@ def test_other_models_are_refused_with_a_way_out(folder, tmp_path):
     write_folder(tmp_path / "hf", "roformer")
     with pytest.raises(ConfigError, match=r"it is a model of Hugging Face or Megatron.*embedding-tiny --from"):
         TextEmbedder.load(tmp_path / "hf")
+    tree = embedding_settings(folder, train={"steps": 1}) | {"run": str(tmp_path / "embeds")}
+    assert here("train", write_settings(tree, tmp_path)).code == 0
+    assert here("convert", "export", tmp_path / "embeds", "--out", tmp_path / "exported", "--no-proof").code == 0
+    with pytest.raises(ConfigError, match=r"import it: megalith convert import .*exported --out RUN"):
+        TextEmbedder.load(tmp_path / "exported")
     with pytest.raises(CheckpointError, match="does not exist"):
         TextEmbedder.load(tmp_path / "none")

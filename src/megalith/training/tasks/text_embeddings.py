@@ -61,10 +61,11 @@ class EmbeddingSource:
         """
         store = open_store(source)
         way_out = f"train one: megalith train embedding-tiny --from {source} data.train=PAIRS run=RUN"
-        if described_at(store) is not None:
+        if (foreign := described_at(store)) is not None:
+            embeds = foreign.bert is not None and foreign.bert.head == "embedding"
             raise ConfigError(
                 f"{source} must be a run or a checkpoint of an embedding model; it is a model of Hugging Face or "
-                f"Megatron, which has no model.bert.head=embedding; {way_out}"
+                f"Megatron; {f'import it: megalith convert import {source} --out RUN' if embeds else way_out}"
             )
         checkpoint, folder, config = open_run(store)
         model = config.model
