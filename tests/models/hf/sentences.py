@@ -20,20 +20,11 @@ from transformers import (
 )
 
 from tests.models.hf import peers
+from tests.models.hf.test_bert import SHAPE
 
 __all__ = ["KINDS", "change", "encoder", "their_embeddings", "write_sentence_model"]
 
-_SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 24,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "initializer_range": 0.3,
-}
+_SHAPE = {**SHAPE, "initializer_range": 0.3}
 KINDS = {
     "bert": (BertModel, BertConfig),
     "roberta": (RobertaModel, RobertaConfig),
