@@ -164,6 +164,11 @@ class TransformerConfig(SettingsGroup):
         return 0 if self.bert is None else self.bert.position_offset
 
     @property
+    def longest_text(self) -> int | None:
+        """The maximum number of tokens in a text; None without a learned position table, where there is no limit."""
+        return self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else None
+
+    @property
     def total_num_layers(self) -> int:
         """The number of layers, including those of the decoder in an encoder-decoder model."""
         return self.num_layers + (0 if self.t5 is None else self.t5.num_decoder_layers)

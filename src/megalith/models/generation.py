@@ -130,7 +130,7 @@ def stream(
         check_seed(seed)
     pipeline = model if isinstance(model, Pipeline) else Pipeline([model])
     check_tokens(prompts, pipeline.chunks[0].config.vocab_size)
-    num_positions = _num_positions(pipeline.chunks[0])
+    num_positions = pipeline.chunks[0].config.longest_text
     lengths = [len(prompt) for prompt in prompts]
     for length in lengths:
         check_prompt_length(length, num_positions)
@@ -213,7 +213,7 @@ class _Rows:
             lengths = [[pad, S - pad] if pad else [S] for pad in self.pads]
             self.documents = PackedSeqParams.from_lengths(lengths).to(self.device)
         positions = torch.arange(S).expand(B, S) - torch.tensor(self.pads).unsqueeze(1)
-        longest = _num_positions(self.pipeline.chunks[0])
+        longest = self.pipeline.chunks[0].config.longest_text
         self.positions = positions.clamp(0, S if longest is None else longest - 1).to(self.device)  # [B, S]
         self.mine = zigzag_positions(S, cp, groups.rank("cp"), self.device)
         # for the tokens of columns [end, S); each column's position in its text is one more than the previous column's
@@ -370,9 +370,3 @@ def _widest(config: TransformerConfig) -> int:
     if config.moe is not None:
         gated += [2 * config.moe.top_k * config.expert_ffn_hidden_size, 2 * (config.moe.shared_ffn_hidden_size or 0)]
     return max(config.hidden_size, config.num_attention_heads * config.kv_channels, *gated)
-
-
-def _num_positions(model: GPTModel) -> int | None:
-    """Returns the maximum number of tokens in a text; None without learned positions, where there is no limit."""
-    learned = model.config.position_embedding_type == "learned_absolute"
-    return model.config.max_position_embeddings if learned else None

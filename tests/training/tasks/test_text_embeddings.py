@@ -154,6 +154,15 @@ def test_a_run_and_its_checkpoint_embed_as_the_trained_model_does(folder, tmp_pa
     assert (found.embed(TEXTS) - embedder(folder, dtype=torch.float32).embed(TEXTS)).abs().max() > 1e-3
 
 
+def test_texts_are_truncated_to_the_table_of_positions_which_may_be_shorter_than_a_row(folder, tmp_path):
+    tree = embedding_settings(folder, train={"steps": 1}, model={"max_position_embeddings": 8})
+    assert here("train", write_settings(tree | {"run": str(tmp_path / "run")}, tmp_path)).code == 0
+    found = TextEmbedder.load(tmp_path / "run")
+    assert found.longest == 8
+    want = torch.stack([alone(found, text, {}) for text in TEXTS])
+    assert (found.embed(TEXTS) - want).abs().max() < 1e-5  # float32
+
+
 def test_other_models_are_refused_with_a_way_out(folder, tmp_path):
     tree = masked_settings(folder, train={"steps": 1}) | {"run": str(tmp_path / "run")}
     assert here("train", write_settings(tree, tmp_path)).code == 0

@@ -103,10 +103,9 @@ class TextSource:
                 f"the prompt contains {self.tokenizer.decode(beyond[:1])!r}, token {beyond[0]}, but the model only has "
                 f"ids below {self.config.vocab_size}; remove it from the prompt"
             )
-        learned = self.config.position_embedding_type == "learned_absolute"
         for ids in encoded:
             num_tokens = len(ids) if len(ids) > len(self.tokenizer.begin) else 0  # 0 if the text itself has no tokens
-            generation.check_prompt_length(num_tokens, self.config.max_position_embeddings if learned else None)
+            generation.check_prompt_length(num_tokens, self.config.longest_text)
         if not self.answers:
             return encoded
         return [[*ids, t5_tokens(self.tokenizer).end] for ids in encoded]

@@ -98,7 +98,8 @@ class EmbeddingSource:
         """Loads the weights. Raises CheckpointError if they are damaged."""
         model = load_model(self.checkpoint).model
         assert isinstance(model, BertModel), "checked by open"
-        return TextEmbedder(model, self.tokenizer, self.config.data.seq_length)
+        row, text = self.config.data.seq_length, self.config.model.longest_text
+        return TextEmbedder(model, self.tokenizer, row if text is None else min(row, text))
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,10 @@ class TextEmbedder:
 
     @classmethod
     def load(cls, source: str | Path) -> "TextEmbedder":
-        """Loads ``source``; it reads rows of ``data.seq_length`` tokens. Raises as ``EmbeddingSource`` does."""
+        """Loads ``source``; it reads rows of ``data.seq_length`` tokens, or as many as the model has positions.
+
+        Raises as ``EmbeddingSource`` does.
+        """
         return EmbeddingSource.open(source).load()
 
     def embed(

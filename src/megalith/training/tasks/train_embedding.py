@@ -104,8 +104,6 @@ class TrainEmbedding(
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config, num_texts=2 + config.data.num_negatives)
-        has_table = config.model.position_embedding_type == "learned_absolute"
-        self._num_positions = config.model.max_position_embeddings if has_table else None
         if config.data.masking is not None:
             raise ConfigError("data.masking is for pretraining; bert.head=embedding masks nothing; leave it out")
 
@@ -255,11 +253,11 @@ class TrainEmbedding(
             data.seq_length,
             num_negatives=data.num_negatives,
             vocab_size=vocab_size,
-            num_positions=self._num_positions,
+            num_positions=self.config.model.longest_text,
         )
 
     def _from_text(self, prefix: str, seed: int) -> InverseClozeDataset:
-        data, vocab_size, positions = self.config.data, self.config.model.vocab_size, self._num_positions
+        data, vocab_size, positions = self.config.data, self.config.model.vocab_size, self.config.model.longest_text
         if positions is not None and positions < data.seq_length:
             raise ConfigError(
                 f"model.max_position_embeddings ({positions}) must be at least data.seq_length ({data.seq_length}) for "
