@@ -340,6 +340,9 @@ def test_an_embedding_model_is_trained_on_with_the_head_that_it_has(tmp_path):
     assert TransformerConfig(**found["model"]).bert == BertConfig(
         **{**tree["model"]["bert"], "similarity_temperature": 0.5}
     )
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": {"bert": {"head": "embedding"}}}))
+    kept = settings_from(tree["run"], tmp_path / "recipe.yaml")["model"]
+    assert TransformerConfig(**kept).bert == BertConfig(**tree["model"]["bert"])
     # and a classifier that starts from it has none of them
     (tmp_path / "recipe.yaml").write_text(
         yaml.safe_dump({"model": {"bert": {"head": "classification", "num_classes": 2}}})

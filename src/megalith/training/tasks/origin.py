@@ -44,7 +44,7 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
     If ``source`` names the head of an encoder (``model.bert.head``), it replaces the model's own, and
     ``model.init_method_std`` of ``source`` is the size of its initial weights. But if the model has a pooler, it keeps
     the pooling and activation it was trained with, and if it embeds texts, how; a warning says so if ``source`` has
-    others. Overrides of the result still change them.
+    others. Its similarity temperature is kept unless ``source`` has another. Overrides of the result still change them.
 
     Args:
         location: a Hugging Face model folder, a run's folder, or a checkpoint of Megalith or Megatron-Core.
@@ -133,6 +133,8 @@ def _with_head(model: TransformerConfig, wanted: Any, location: str) -> Transfor
                 location,
             )
     head |= kept
+    if model.bert.head == head["head"] == "embedding" and "similarity_temperature" in given_fields(model.bert):
+        head.setdefault("similarity_temperature", model.bert.similarity_temperature)  # suits its similarities
     std = {"init_method_std": wanted["init_method_std"]} if "init_method_std" in wanted else {}
     return {**given_fields(model), **std, "bert": {**trunk, **head}}
 
