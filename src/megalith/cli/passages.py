@@ -34,9 +34,7 @@ def index(
         ),
     ],
     out: Annotated[Path, path_option("The folder to write.", "INDEX")],
-    key: Annotated[
-        str, typer.Option("--key", "--text-key", help="Key or column that holds the text in .jsonl and .parquet.")
-    ] = "text",
+    key: Annotated[str, typer.Option(help="Key or column that holds the text in .jsonl and .parquet.")] = "text",
     dtype: Annotated[str, typer.Option(help="How embeddings are stored: float16 or float32.")] = "float16",
     batch_size: Annotated[
         int | None,

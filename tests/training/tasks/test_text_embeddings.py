@@ -15,6 +15,7 @@ from megalith.errors import CheckpointError, ConfigError, ShapeError
 from megalith.models.bert_model import BertModel
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.tasks.passage_search import index_passages
 from megalith.training.tasks.text_embeddings import TextEmbedder
 from tests.program import here, write_settings
 from tests.tiny_masked import masked_settings, write_sentences
@@ -159,6 +160,8 @@ def test_texts_are_truncated_to_the_table_of_positions_which_may_be_shorter_than
     assert here("train", write_settings(tree | {"run": str(tmp_path / "run")}, tmp_path)).code == 0
     found = TextEmbedder.load(tmp_path / "run")
     assert found.longest == 8
+    (tmp_path / "a.txt").write_text("one red house finds the two trees and a green river")
+    assert index_passages(tmp_path / "run", [tmp_path / "a.txt"], tmp_path / "index").longest == 8
     want = torch.stack([alone(found, text, {}) for text in TEXTS])
     assert (found.embed(TEXTS) - want).abs().max() < 1e-5  # float32
 

@@ -79,7 +79,7 @@ def index_passages(
     writing = _Indexing(opened, sources, key, batch_size, progress)
     made_by = {"path": _absolute(opened), **opened.identity()}
     index = write_index(out, writing.batches(), dtype=dtype, model=made_by)
-    return IndexSummary(index, sources, writing.num_cut, writing.num_empty, opened.config.data.seq_length)
+    return IndexSummary(index, sources, writing.num_cut, writing.num_empty, opened.longest)
 
 
 def search_passages(

@@ -94,12 +94,17 @@ class EmbeddingSource:
             "normalized": bert.normalize_embeddings,
         }
 
+    @property
+    def longest(self) -> int:
+        """The number of tokens that the model reads at once: of a row, or as many as it has positions."""
+        row, text = self.config.data.seq_length, self.config.model.longest_text
+        return row if text is None else min(row, text)
+
     def load(self) -> "TextEmbedder":
         """Loads the weights. Raises CheckpointError if they are damaged."""
         model = load_model(self.checkpoint).model
         assert isinstance(model, BertModel), "checked by open"
-        row, text = self.config.data.seq_length, self.config.model.longest_text
-        return TextEmbedder(model, self.tokenizer, row if text is None else min(row, text))
+        return TextEmbedder(model, self.tokenizer, self.longest)
 
 
 @dataclass(frozen=True)
