@@ -169,6 +169,7 @@ def test_mistakes_leave_nothing(trained, tmp_path):
         (['{"query": "a"}', '{"text": "b"}'], r"line 2, must have a query.*the keys 'text'"),
         (['{"query": " "}'], r"line 1, must have a query, as text under 'query'; got ' '"),
         (['{"query": 3}'], r"line 1, must have a query.*got 3"),
+        (['{"query": "a"}', r'{"query": "b\ud800"}'], r"line 2, must be text; character 1 of the query is an unpaired"),
         (["oops"], r"line 1, must be one JSON object"),
         ([], r"at least one query"),
     ],
@@ -177,6 +178,13 @@ def test_a_record_without_a_query_is_an_error(lines, says, tmp_path):
     (tmp_path / "q.jsonl").write_text("".join(line + "\n" for line in lines))
     with pytest.raises(DataError, match=says):
         read_queries(tmp_path / "q.jsonl")
+
+
+def test_a_folder_is_no_file_of_queries(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("where")
+    with pytest.raises(DataError, match=r"a\.txt must be \.jsonl or \.parquet"):
+        read_queries(tmp_path)
 
 
 def test_queries_are_read_from_pairs(tmp_path):

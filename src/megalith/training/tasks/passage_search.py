@@ -1,10 +1,10 @@
 """From files of texts to an index of passages, and from queries to the passages closest to them."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -120,19 +120,12 @@ def search_passages(
 def read_queries(path: str | Path) -> list[str]:
     """Returns the queries of a .jsonl or .parquet file, one under "query" in each line or row; other keys are ignored.
 
-    Raises DataError as ``read_records``, or if a query is missing or empty, or there are none.
+    Raises DataError as ``read_records``, or if a query is missing, empty or not valid text, or there are none.
     """
-    [source] = find_sources([path]).files
     queries = []
-    for position, record in read_records(source, ["query"]):
-        query = record.get("query")
-        if not isinstance(query, str) or not query.strip():
-            given = repr(query) if "query" in record else f"the keys {', '.join(map(repr, record)) or 'of nothing'}"
-            raise DataError(
-                f"{place_of(source, position)} must have a query, as text under 'query'; got {given:.80}; add it, or "
-                "remove the record"
-            )
-        queries.append(query)
+    for source in find_sources([path]).files:  # those of a folder are plain text, which read_records refuses
+        for position, record in read_records(source, ["query"]):
+            queries.append(_query_of(record, place_of(source, position)))
     if not queries:
         raise DataError(f"{path} must contain at least one query; write one record with 'query' per line")
     return queries
@@ -239,6 +232,23 @@ def _model_of(index: PassageIndex, given: str | Path | None) -> EmbeddingSource:
 
 def _hits(index: PassageIndex, scores: Sequence[float], ids: Sequence[int]) -> list[Hit]:
     return [Hit(*each) for each in zip(ids, scores, index.passages(ids), strict=True)]
+
+
+def _query_of(record: Mapping[str, Any], place: str) -> str:
+    """Returns the query in ``record``, which is at ``place``. Raises DataError."""
+    query = record.get("query")
+    if not isinstance(query, str) or not query.strip():
+        given = repr(query) if "query" in record else f"the keys {', '.join(map(repr, record)) or 'of nothing'}"
+        raise DataError(
+            f"{place} must have a query, as text under 'query'; got {given:.80}; add it, or remove the record"
+        )
+    try:
+        query.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} must be text; character {error.start} of the query is an unpaired surrogate"
+        ) from error
+    return query
 
 
 def _check_query(query: str) -> None:
