@@ -2,13 +2,14 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megalith.errors import ConfigError, DataError, ShapeError, StorageError
-from megalith.models.retrieval.passage_index import Passage, PassageIndex
+from megalith.models.retrieval.passage_index import Passage, PassageIndex, index_file_of
 from megalith.models.retrieval.write_index import write_index
 from tests.models.retrieval.indexes import embeddings, made
 
@@ -110,6 +111,15 @@ def test_a_foreign_table_is_an_error(content, tmp_path):
     (tmp_path / "passage_index.json").write_bytes(content)
     with pytest.raises(DataError, match=r"passage_index.json (is damaged|must have format)"):
         PassageIndex.open(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{"bytes": "12"}, {"bytes": None}, {"bytes": 1.5}, {"sha256": 5}])
+def test_a_file_of_unknown_size_is_an_error(fields, tmp_path):
+    index = made(tmp_path / "index", embeddings(5))
+    files = {**index.files, "passages.jsonl": replace(index.files["passages.jsonl"], **fields)}
+    (tmp_path / "index" / "passage_index.json").write_bytes(index_file_of(replace(index, files=files)))
+    with pytest.raises(DataError, match=r"index\.json is damaged: its files must have bytes, .*passages\.jsonl"):
+        PassageIndex.open(tmp_path / "index")
 
 
 def test_a_folder_without_an_index_is_an_error_that_says_how_to_make_one(tmp_path):

@@ -211,6 +211,9 @@ def _checked(
     if dtype not in DTYPES or not isinstance(model, dict):
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, and model an object; got {(dtype, model)!r:.80}")
     records = {name: FileRecord(**record) for name, record in files.items()}
+    for name, record in records.items():
+        if type(record.bytes) is not int or type(record.sha256) is not str:
+            raise ValueError(f"its files must have bytes, an integer, and sha256, text; {name:.80} has {record!r:.80}")
     shards = {shard_file(number) for number in range(min(len(records), -(-num_passages // rows_per_shard)))}
     if records.keys() != {TEXTS, OFFSETS_FILE, *shards}:
         raise ValueError(f"it must list one file for every {rows_per_shard:,} of {num_passages:,} passages")
