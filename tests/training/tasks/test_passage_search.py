@@ -3,15 +3,17 @@
 import gzip
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from megalith.config import as_tree, load_run
 from megalith.errors import CheckpointError, ConfigError, DataError, StorageError
 from megalith.training.tasks import passage_search
 from megalith.training.tasks.passage_search import index_passages, read_queries, search_passages
-from megalith.training.tasks.text_embeddings import TextEmbedder
+from megalith.training.tasks.text_embeddings import EmbeddingSource, TextEmbedder
 from tests.program import here, write_settings
 from tests.tiny_masked import write_sentences
 from tests.tiny_pairs import embedding_settings
@@ -99,6 +101,31 @@ def test_the_run_may_train_on_or_move_but_not_change(trained, tmp_path):
     settings.write_text(settings.read_text().replace("seq_length: 32", "seq_length: 31"))
     with pytest.raises(ConfigError, match=r"not the model that made .*they differ in seq_length; give a copy"):
         search_passages(tmp_path / "index", ["a"], 1, model=tmp_path / "moved")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "differs"),
+    [
+        ("layernorm_epsilon", 0.5, True),
+        ("num_attention_heads", 1, True),
+        ("hidden_dropout", 0.25, False),
+        ("attention_dropout", 0.25, False),
+        ("init_method_std", 0.5, False),
+        ("similarity_temperature", 0.5, False),
+    ],
+)
+def test_settings_that_change_embeddings_make_another_model_of_the_same_weights(name, value, differs, trained):
+    config = EmbeddingSource.open(trained / "run").config
+    tree = as_tree(config)
+    group = tree["model"]["bert"] if name == "similarity_temperature" else tree["model"]
+    assert group[name] != value
+    group[name] = value
+    if name == "num_attention_heads":
+        tree["model"]["num_query_groups"] = value
+        tree["model"]["kv_channels"] = tree["model"]["hidden_size"]
+    source = EmbeddingSource.open(trained / "run")
+    want, found = source.identity(), replace(source, config=load_run(tree)).identity()
+    assert {key for key in want if want[key] != found[key]} == ({"model_settings_sha256"} if differs else set())
 
 
 def test_another_run_is_not_the_model_of_the_index(trained, tmp_path):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,14 @@ log = logging.getLogger(__name__)
 
 _TOKENS_AT_ONCE = 4096  # by default, or one row
 _NUM_AROUND = 2  # special tokens around a text
+# settings of the model that change nothing once it is trained, or that ``identity`` names one by one
+_NOT_IN_DIGEST: Any = MappingProxyType(
+    {
+        **dict.fromkeys(("preset", "init_method_std", "hidden_dropout", "attention_dropout"), True),
+        "residual": {"embedding_dropout"},
+        "bert": {"similarity_temperature", "embedding_pooling", "normalize_embeddings"},
+    }
+)
 
 
 class EncodedText(NamedTuple):
@@ -84,10 +93,14 @@ class EmbeddingSource:
     def identity(self) -> dict[str, str | int | bool]:
         """What the embeddings of a text depend on; it is the same for a copy of the model."""
         files = {name: record.sha256 for name, record in read_manifest(self.checkpoint).items()}
-        bert = self.config.model.bert
+        model = self.config.model
+        bert = model.bert
         assert bert is not None, "checked by open"
+        # without defaults, so that a setting that a later version adds does not change it
+        settings = model.model_dump(mode="json", exclude_defaults=True, exclude=dict(_NOT_IN_DIGEST))
         return {
-            "checkpoint_sha256": hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest(),
+            "checkpoint_sha256": _digest(files),
+            "model_settings_sha256": _digest(settings),
             "tokenizer_sha256": self.tokenizer.sha256,
             "seq_length": self.config.data.seq_length,
             "pooling": bert.embedding_pooling,
@@ -105,6 +118,10 @@ class EmbeddingSource:
         model = load_model(self.checkpoint).model
         assert isinstance(model, BertModel), "checked by open"
         return TextEmbedder(model, self.tokenizer, self.longest)
+
+
+def _digest(tree: object) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
