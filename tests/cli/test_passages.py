@@ -1,6 +1,7 @@
 """megalith data index and search: what they say, and that a mistake is one message."""
 
 import json
+import os
 
 import pytest
 
@@ -68,6 +69,20 @@ def test_index_says_what_there_is_and_what_comes_next(folder):
         "embeddings 32 features each, in float32",
         f"index      index, {size:,} bytes",
         'next: megalith data search index --query "TEXT"',
+    ]
+
+
+def test_what_is_left_out_of_a_folder_or_read_as_plain_text_is_told(folder, tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "gone").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "src" / "pipe")
+    (tmp_path / "src" / "a.txt").write_text("two miles")
+    write_lines(tmp_path / "src" / "b.jsonl", [{"text": text} for text in TEXTS])
+    lines = run("index", "run", tmp_path / "src", "--out", tmp_path / "index")
+    assert lines[:3] == [
+        "passages   2, 1 of them truncated to 96 tokens",
+        "left out   1 broken link, 1 pipe, socket or device",
+        "as text    1 .jsonl file in folders, each one document; give the files to read their lines",
     ]
 
 

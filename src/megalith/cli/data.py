@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalith.cli.console import show_text
+from megalith.cli.folders import describe_folders
 from megalith.cli.inspect import inspect
 from megalith.cli.label import label
 from megalith.cli.pairs import pairs
@@ -18,7 +19,6 @@ from megalith.wording import counted
 
 if TYPE_CHECKING:
     from megalith.data.prepare import PrepareSummary
-    from megalith.data.prepare.sources import Sources
 
 __all__ = ["app"]
 
@@ -202,27 +202,12 @@ def _describe(
             )
     lines += more
     lines.append(f"{'tokenizer':<10}{summary.train.vocab_size:,} entries, {_short(summary.tokenizer)}")
-    lines += _describe_folders(summary.sources)
+    lines += describe_folders(summary.sources, 10)
     if lacks_sentences:
         lines.append(f"{'sentences':<10}none; to train BERT or T5, prepare with --split-sentences and another --out")
     lines.append(f"{'files':<10}" + "\n          ".join(_short(path) for path in summary.files))
     valid = "" if summary.valid_prefix is None else f" data.valid={_short(summary.valid_prefix)}"
     return "\n".join([*lines, f"next: megalith train {recipe} data.train={out}{valid}"])
-
-
-def _describe_folders(sources: "Sources") -> list[str]:
-    """Describes what was not read in the input folders, or not as the user may expect."""
-    left_out = (
-        (sources.num_skipped, "binary file", None),
-        (sources.num_broken_links, "broken link", None),
-        (sources.num_special, "pipe, socket or device", "pipes, sockets or devices"),
-    )
-    told = ", ".join(counted(*each) for each in left_out if each[0])
-    lines = [f"{'left out':<10}{told}"] if told else []
-    if sources.num_lines_as_text:
-        files = counted(sources.num_lines_as_text, ".jsonl file")
-        lines.append(f"{'as text':<10}{files} in folders, each one document; give the files to read their lines")
-    return lines
 
 
 def _short(path: Path) -> str:

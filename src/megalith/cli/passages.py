@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalith.cli.console import Announcer, Console, Progress, printable, show_log, show_text
+from megalith.cli.folders import describe_folders
 from megalith.cli.paths import path_argument, path_option
 from megalith.garbage_collection import importing
 from megalith.wording import counted
@@ -128,8 +129,7 @@ def _describe(found: "IndexSummary", out: Path) -> str:
     lines = [f"{'passages':<11}{made.num_passages:,}{cut}"]
     if found.num_empty:
         lines.append(f"{'left out':<11}{counted(found.num_empty, 'document')} without text")
-    if found.sources.num_skipped:
-        lines.append(f"{'left out':<11}{counted(found.sources.num_skipped, 'binary file')}")
+    lines += describe_folders(found.sources, 11)
     lines.append(f"{'embeddings':<11}{made.embedding_size:,} features each, in {made.dtype}")
     lines.append(f"{'index':<11}{out}, {size:,} bytes")
     return "\n".join([*lines, f'next: megalith data search {out} --query "TEXT"'])
