@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalith.errors import ConfigError, DataError, ShapeError, StorageError
+from megalith.models.retrieval import write_index as write_index_module
 from megalith.models.retrieval.passage_index import Passage, PassageIndex, index_file_of
 from megalith.models.retrieval.write_index import write_index
 from tests.models.retrieval.indexes import embeddings, made
@@ -120,6 +121,20 @@ def test_a_file_of_unknown_size_is_an_error(fields, tmp_path):
     (tmp_path / "index" / "passage_index.json").write_bytes(index_file_of(replace(index, files=files)))
     with pytest.raises(DataError, match=r"index\.json is damaged: its files must have bytes, .*passages\.jsonl"):
         PassageIndex.open(tmp_path / "index")
+
+
+def test_a_table_that_does_not_list_every_file_of_embeddings_is_an_error(tmp_path):
+    index = made(tmp_path / "index", embeddings(16))
+    files = {name: record for name, record in index.files.items() if name != "embeddings-00001.safetensors"}
+    (tmp_path / "index" / "passage_index.json").write_bytes(index_file_of(replace(index, files=files)))
+    with pytest.raises(DataError, match=r"it must list one file for every 7 of 16 passages"):
+        PassageIndex.open(tmp_path / "index")
+
+
+def test_more_passages_than_ids_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(write_index_module, "_MOST_PASSAGES", 4)
+    with pytest.raises(DataError, match="at most 4 passages; make several indexes"):
+        made(tmp_path / "index", embeddings(5))
 
 
 def test_a_folder_without_an_index_is_an_error_that_says_how_to_make_one(tmp_path):
